@@ -59,6 +59,10 @@ def cases(whole: Checkpoint) -> dict[str, tuple[Checkpoint, list[str]]]:
             with_shape(whole, f"{MOE}gate.weight", [8, 64]),
             [f"{MOE}gate.weight [8, 64] is refused by {MOE}gate.weight [4, 64] ("],
         ),
+        "an expert is quantized": (
+            whole | {up: ("int8", whole[up][1])},
+            [f"{up} {whole[up][1]} is int8, and its place in {STACKS}w13_weight [4, 128, 64] is float32"],
+        ),
         "the router is missing": (without(whole, f"{MOE}gate.weight"), [f"{MOE}gate.weight is missing"]),
     }
 
@@ -76,13 +80,21 @@ def test_what_a_loader_leaves_out_in_silence_is_told_unless_no_text_needs_it(tmp
     plain = {name: found for name, found in whole.items() if not name.endswith(".bias")}
     biases = sorted(whole.keys() - plain.keys())
     head, rotary = "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
-    embedding = plain["model.embed_tokens.weight"]
+    embedding, mlp = plain["model.embed_tokens.weight"], "model.layers.0.mlp.up_proj.weight"
     assert biases
     assert head not in plain
     told = {
         "biases": (whole, [f"{name} {whole[name][1]} is left out, also from disk" for name in biases]),
         "a table that layers make anew": (plain | {rotary: ("float32", [8])}, []),
         "a head that may be the embedding": (plain | {head: embedding}, []),
+        "weights of integers": (
+            plain | {mlp: ("int8", plain[mlp][1]), "model.norm.weight": ("bool", plain["model.norm.weight"][1])},
+            [
+                f"{mlp} {plain[mlp][1]} is int8, and its place in {mlp.replace('up_proj', 'gate_up_proj')} [",
+                f"model.norm.weight {plain['model.norm.weight'][1]} is bool, and its place in model.norm.weight [",
+            ],
+        ),
+        "floats of other widths": (plain | {mlp: ("float64", plain[mlp][1])}, []),
         "a head of another dtype": (plain | {head: ("bfloat16", embedding[1])}, [f"{head} {embedding[1]} is left out"]),
     }
     assert_told(model, told, tmp_path, warm)

@@ -241,6 +241,7 @@ class _Trial:
         self._current = self._towards = ""
         """Tensor that is loaded, and the parameter whose loader has it."""
         self._shapes: dict[str, list[int]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._reads = _Reads({})
         self.kind = type(model).__name__
         self.wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
@@ -266,7 +267,7 @@ class _Trial:
                 # A vocabulary's matrix is padded for all ranks together; its own loader knows how many rows there are.
                 whole = self._plain and not isinstance(module, (LinearBase, RoutedExperts, VocabParallelEmbedding))
                 full_name = f"{prefix}.{name}" if prefix else name
-                self._shapes[full_name] = list(parameter.shape)
+                self._shapes[full_name], self._dtypes[full_name] = list(parameter.shape), parameter.dtype
                 if isinstance(module, VocabParallelEmbedding):
                     self._vocabularies.append(full_name)
                 if isinstance(module, RoutedExperts):
@@ -297,7 +298,7 @@ class _Trial:
                         place = f" by {self._place_in(self._towards)}" if self._towards else ""
                         told = f"{type(exc).__name__}: {refusal}"
                         problems.append(f"{name} {list(tensor.shape)} is refused{place} ({told})")
-        problems += self._misshapen.values()
+        problems += [*self._misshapen.values(), *(self._mistaken(tensors) if self._plain else ())]
         problems += [
             f"some experts of {name} are missing"
             for name, numel in self._expert_numel.items()
@@ -310,6 +311,15 @@ class _Trial:
         if loaded is not None and self._plain:
             problems += [f"{name} is missing" for name in self._missing(loaded)]
         return problems
+
+    def _mistaken(self, tensors: TensorShapes) -> Iterator[str]:
+        """Loaders cast: quantized integers would become weights without their scale, and fractions would be cut."""
+        for parameter, names in self.sources.items():
+            for name in sorted(names & tensors.keys()):
+                dtype, shape = tensors[name]
+                if getattr(torch, dtype).is_floating_point != self._dtypes[parameter].is_floating_point:
+                    own = str(self._dtypes[parameter]).removeprefix("torch.")
+                    yield f"{name} {shape} is {dtype}, and its place in {self._place_in(parameter)} is {own}"
 
     def left_out(self, tensors: TensorShapes) -> frozenset[str]:
         """Those of which nothing has come into the model, and that were not refused, but for what it makes itself and

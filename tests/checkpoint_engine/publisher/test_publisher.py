@@ -254,6 +254,27 @@ class TestAgainstVLLM:
         assert server.greedy_tokens() == before
         assert arenas_in(shm) == []
 
+    def test_named_tensors_of_another_dtype_are_served_as_they_read_or_refused(
+        self, server: ServedVLLM, directory: Path, shm: Path
+    ):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        nudge(model, 6)
+        tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        whole = dict(tensors)
+        with WeightPublisher(tensors, [server.url]) as publisher:
+            for version, dtype in enumerate((torch.float64, torch.bfloat16, torch.float32)):
+                tensors.update({name: tensor.to(dtype) for name, tensor in whole.items()})
+                publisher.push(version)
+                model.load_state_dict(tensors, strict=False)
+                assert_serves(server, model, directory)
+            tensors["model.norm.weight"] = whole["model.norm.weight"].to(torch.int8)
+            with pytest.raises(
+                ActivationError, match=r"model\.norm\.weight \[64\] is int8, and its place in .* float32"
+            ):
+                publisher.push(3)
+            assert server.version() == "2"
+            assert_serves(server, model, directory)
+
     @pytest.mark.parametrize("ranks", [1, 2])
     def test_the_example_runs_alone_and_with_fsdp2_under_torchrun(
         self, server: ServedVLLM, directory: Path, shm: Path, ranks: int

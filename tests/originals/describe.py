@@ -1,9 +1,8 @@
 """Metrics of steps, partitions of lengths, and rewards of batches by PyPI's verl, from a dict of their lists.
 
 A step is {tensors, turns, timings, critic}, a partition {lengths, parts, equal_size}, a reward {tokenizer, texts,
-scores, buffer}. Run as a file with PyPI's verl in front. An unbalance is [lengths, parts].
-
-Prints a dict of four lists.
+scores, buffer}, an unbalance [lengths, parts], what is divided into micro-batches {lengths, budget}. Run as a file with
+PyPI's verl in front. Prints a dict of five lists.
 """
 
 import asyncio
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 from transformers import AutoTokenizer
 from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
@@ -22,7 +22,7 @@ from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManage
 import verl
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance, rearrange_micro_batches
 
 DEFAULTS = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
 
@@ -44,6 +44,14 @@ def parts(given: dict[str, Any]) -> Any:
         return get_seqlen_balanced_partitions(given["lengths"], given["parts"], given["equal_size"])
     except Exception as exc:  # noqa: BLE001 - that it raises is a result, too
         return {"error": type(exc).__name__}
+
+
+def micro_batches(given: dict[str, Any]) -> list[list[int]]:
+    """Indices of each, as `use_dynamic_bsz` divides them."""
+    lengths = torch.tensor(given["lengths"])
+    mask = (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).long()
+    rows = TensorDict({"attention_mask": mask, "input_ids": mask}, batch_size=len(lengths))
+    return rearrange_micro_batches(rows, given["budget"])[1]
 
 
 async def rewarded(given: dict[str, Any], number: int) -> dict[str, Any]:
@@ -84,6 +92,7 @@ async def main() -> dict[str, Any]:
     return {
         "steps": [described(step) for step in given["steps"]],
         "partitions": [parts(each) for each in given["partitions"]],
+        "micro-batches": [micro_batches(each) for each in given["micro-batches"]],
         "unbalances": [log_seqlen_unbalance(*each, "global_seqlen") for each in given["unbalances"]],
         "rewards": [
             [await rewarded(each, number) for number in range(len(each["texts"]))] for each in given["rewards"]

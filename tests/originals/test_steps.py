@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughput_metrics, compute_timing_metrics
 from verl.utils.builtin.tokenizer import END, build_tokenizer
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.workers.engine.micro_batches import MicroBatchLimits, partition
 from verl.workers.reward_manager import NaiveRewardManager, OverlongPenalty
 
 LENGTHS = ((3, 7), (1, 2), (4, 8), (2, 1), (4, 5))
@@ -77,6 +78,14 @@ def partitions() -> list[dict[str, Any]]:
     ]
 
 
+def divided() -> list[dict[str, Any]]:
+    draw = Random(0)
+    return [
+        {"lengths": [draw.randint(1, 100) for _ in range(draw.randint(2, 40))], "budget": draw.choice((100, 250, 5000))}
+        for _ in range(100)
+    ]
+
+
 UNBALANCES = [
     [[5, 1, 7, 3], [[0, 3], [1, 2]]],
     [[5, 1, 7, 3, 9, 2], [[4], [2, 1], [0, 3, 5]]],
@@ -105,7 +114,13 @@ def verls(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     rewards = [{**each, "tokenizer": str(folder), "texts": TEXTS, "width": WIDTH} for each in REWARDS]
     found: dict[str, Any] = computed(
         "describe.py",
-        {"steps": STEPS, "partitions": partitions(), "unbalances": UNBALANCES, "rewards": rewards},
+        {
+            "steps": STEPS,
+            "partitions": partitions(),
+            "micro-batches": divided(),
+            "unbalances": UNBALANCES,
+            "rewards": rewards,
+        },
         VERL,
     )
     return found
@@ -137,6 +152,19 @@ def test_lengths_are_divided_as_evenly_as_verl_divides_them(verls: dict[str, Any
         largest = [max(sum(lengths[index] for index in part) for part in parts) for parts in (ours, theirs)]
         assert largest[0] <= 1.02 * largest[1], given
     assert differences()["parts of `get_seqlen_balanced_partitions`"]["why"]
+
+
+def test_micro_batches_are_within_the_budget_and_about_as_many_as_verls(verls: dict[str, Any]) -> None:
+    """Which sequences share one changes nothing that is learned."""
+    counts = []
+    for given, theirs in zip(divided(), verls["micro-batches"], strict=True):
+        lengths, budget = given["lengths"], given["budget"]
+        ours = partition([(0, length) for length in lengths], MicroBatchLimits(max_tokens=budget), packed=True)
+        assert sorted(index for group in ours for index in group) == [*range(len(lengths))]
+        assert all(sum(lengths[index] for index in group) <= budget for group in [*ours, *theirs])
+        counts.append((len(ours), len(theirs)))
+    assert sum(ours for ours, _ in counts) <= 1.01 * sum(theirs for _, theirs in counts)
+    assert max(ours - theirs for ours, theirs in counts) <= 1
 
 
 def test_how_many_tokens_the_ranks_have_is_told_as_verl_tells_it(verls: dict[str, Any]) -> None:

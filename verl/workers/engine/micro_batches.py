@@ -57,15 +57,18 @@ def partition(
 ) -> list[list[int]]:
     """Indices of `widths` in groups within `limits`, sequences of like width together so that little padding is left.
 
-    `packed`: the sequences of a group are computed without padding. A sequence that exceeds `max_tokens` alone gets a
-    group of its own. `regimes`: of each sequence; those of a group have the same.
+    `packed`: the sequences of a group are computed without padding, so any may share one: the longest that is left
+    goes into the first group that has room (first-fit decreasing, D. Johnson, 1973). A sequence that exceeds
+    `max_tokens` alone gets a group of its own. `regimes`: of each sequence; those of a group have the same.
     """
+    if packed:
+        return _first_fit([sum(width) for width in widths], limits, regimes)
     groups: list[list[int]] = []
-    left = right = tokens = 0
+    left = right = 0
     for index in sorted(range(len(widths)), key=lambda i: (-sum(widths[i]), i)):
         new_left, new_right = max(left, widths[index][0]), max(right, widths[index][1])
         num_sequences = len(groups[-1]) + 1 if groups else 1
-        num_tokens = tokens + sum(widths[index]) if packed else num_sequences * (new_left + new_right)
+        num_tokens = num_sequences * (new_left + new_right)
         fits = (limits.max_sequences is None or num_sequences <= limits.max_sequences) and (
             limits.max_tokens is None or num_tokens <= limits.max_tokens
         )
@@ -73,10 +76,32 @@ def partition(
             fits = fits and regimes[index] == regimes[groups[-1][0]]
         if groups and fits:
             groups[-1].append(index)
-            left, right, tokens = new_left, new_right, tokens + sum(widths[index])
+            left, right = new_left, new_right
         else:
             groups.append([index])
-            (left, right), tokens = widths[index], sum(widths[index])
+            left, right = widths[index]
+    return groups
+
+
+def _first_fit(lengths: Sequence[int], limits: MicroBatchLimits, regimes: Sequence[Hashable] | None) -> list[list[int]]:
+    groups: list[list[int]] = []
+    tokens: list[int] = []
+
+    def has_room(number: int, index: int) -> bool:
+        group = groups[number]
+        return (
+            (limits.max_sequences is None or len(group) < limits.max_sequences)
+            and (limits.max_tokens is None or tokens[number] + lengths[index] <= limits.max_tokens)
+            and (regimes is None or regimes[index] == regimes[group[0]])
+        )
+
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        number = next((number for number in range(len(groups)) if has_room(number, index)), len(groups))
+        if number == len(groups):
+            groups.append([])
+            tokens.append(0)
+        groups[number].append(index)
+        tokens[number] += lengths[index]
     return groups
 
 

@@ -16,7 +16,7 @@ ALIASES = [
     *("aime", "aime24", "aime_2025", "math", "math_dapo_reasoning"),
     *("DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
 ]
-OWN = {"builtin/arithmetic"}
+OWN = {"builtin/arithmetic", "builtin/shapes"}
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def make_warm_model(directory: Path, recipe: TinyQwen2Recipe) -> None:
         max_position_embeddings=recipe.max_position_embeddings,
         **fields,
     )
-    with _one_thread():
+    with one_thread():
         _train(model, tokenizer, recipe)
     save_model(model.to(torch.bfloat16), tokenizer, directory)
 
@@ -188,7 +188,7 @@ def _optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """More threads would add up in another order, and these matrices are too small to gain from them."""
     import torch
 

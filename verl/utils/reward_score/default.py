@@ -72,12 +72,13 @@ _CODE = "it is a source of code, whose rule runs what the response says in a san
 REFUSED = {
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _CODE),
     SEARCH: "it is a source for search tools, and those have no rule here",
-    "hiyouga/geometry3k": "it is a source of pictures, and models read text here",
+    "hiyouga/geometry3k": "it is a source of pictures, whose rule is not here yet",
 }
 """A data source of verl's, or what it begins with -> why it has no rule."""
 
 RULES: dict[str, Rule] = {
     "builtin/arithmetic": exact_match,
+    "builtin/shapes": exact_match,
     "openai/gsm8k": gsm8k.compute_score,
     **dict.fromkeys(
         ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math_reward.compute_score

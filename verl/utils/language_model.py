@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.compat.transformers import has_head_of_its_own
@@ -21,6 +23,15 @@ SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 def sees(config: PretrainedConfig) -> bool:
     """Whether the model of `config` is trained with pictures."""
     return config.model_type in SEEING
+
+
+def directory_sees(directory: str | Path) -> bool:
+    """Whether `config.json` in it is of such a model. Reads no more; False for anything that is no such directory."""
+    try:
+        found = json.loads((Path(directory).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("model_type") in SEEING
 
 
 def is_wrapper(config: PretrainedConfig) -> bool:

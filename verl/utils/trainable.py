@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.config import ConfigError
-from verl.utils.language_model import language_config
+from verl.utils.language_model import language_config, sees
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,6 +91,8 @@ def _require_language_model(config: PretrainedConfig, key: str) -> None:
         raise ConfigError(
             f"{key}: {config.model_type} ({what}) is an encoder with a decoder, and no causal language model"
         )
+    if sees(config):
+        return
     names = [name for name, _ in _nested(vars(config))]
     senses = dict.fromkeys(sense for name in names for word, sense in SENSES.items() if word in name)
     if not senses and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

@@ -668,13 +668,13 @@ LAUNCHES = (
         "pictures, as every launch of verl's with some names their column",
         "hybrid",
         f"{GRPO} data.image_key=images",
-        refused="data.image_key=images: models read text here, no pictures, videos or audio: leave it out",
+        refused="data.image_key=images: the model reads text alone: give one that sees (qwen2_vl",
     ),
     Launch(
         "videos and audio",
         "hybrid",
         f"{GRPO} data.video_key=films data.audio_key=sounds",
-        refused="models read text here",
+        refused="models read text and pictures here",
     ),
     *(
         Launch(
@@ -709,10 +709,16 @@ LAUNCHES = (
         "the size of pictures' patches", "hybrid", f"{GRPO} data.image_patch_size=16", refused="with 16: models read"
     ),
     Launch(
-        "how pictures are read", "hybrid", f"{GRPO} +data.mm_processor_kwargs.fps=2", refused="models read text here"
+        "how pictures are read",
+        "hybrid",
+        f"{GRPO} +data.mm_processor_kwargs.fps=2",
+        refused="models read text and pictures here",
     ),
     Launch(
-        "a part of a model that sees", "hybrid", f"{GRPO} {A}.freeze_vision_tower=True", refused="models read text here"
+        "a part of a model that sees",
+        "hybrid",
+        f"{GRPO} {A}.freeze_vision_tower=True",
+        refused="models read text and pictures here",
     ),
     Launch(
         "many keys of an engine that is not here",

@@ -39,6 +39,9 @@ class AgentLoopBase(ABC):
     A subclass may take further keyword arguments; they come from its entry in `agent_loop_config_path`.
     """
 
+    sees = False
+    """Whether `run` gives the sample's pictures to `generate`. Samples with pictures are refused where it does not."""
+
     def __init__(
         self,
         trainer_config: DictConfigWrap,

@@ -79,6 +79,12 @@ class AgentLoopManager:
         return loop_class(name, loops).shown_tools(config)
 
     @staticmethod
+    def sees(config: PPOConfig, agent_name: str | None) -> bool:
+        """Whether that agent shows the pictures of its samples to the policy. Trainers ask before they start."""
+        loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+        return bool(getattr(loop_class(agent_name or default_loop(config), loops), "sees", False))
+
+    @staticmethod
     def check_tokenizer(config: PPOConfig, agent_name: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ConfigError for a tokenizer, or a chat template, that this agent cannot use. Trainers call it once per
         agent of their samples."""

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from verl.experimental.agent_loop.output import with_later
+from verl.utils.pictures import Picture
 from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
 from verl.workers.rollout.records import SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
 
@@ -67,17 +68,21 @@ class ServerManager:
         prompt_ids: Sequence[int],
         sampling_params: SamplingOptions | Mapping[str, Any],
         *,
-        image_data: None = None,
+        image_data: Sequence[Picture] | None = None,
         video_data: None = None,
     ) -> TokenOutput:
-        """One response of at most `sampling_params["max_tokens"]` tokens. There are no `image_data` and `video_data`.
+        """One response of at most `sampling_params["max_tokens"]` tokens. `image_data`: pictures of the prompt, which
+        has the tokens that the model makes of them; there is no `video_data`.
 
         What a server aborts is continued from the tokens so far with the rest of the budget, on the weights of the day;
         log-probs and versions stay with their tokens. With `continue_aborted=False` it comes back as `aborted`.
         Raises ReplicaTimeout at the deadline, ReplicaDied when no server is left, and whatever a server raises.
         """
-        if image_data or video_data:
-            raise ValueError("generate: the model reads text; image_data and video_data are not supported")
+        if video_data:
+            raise ValueError("generate: models read text and pictures; video_data is not supported")
+        pictures = tuple(image_data or ())
+        if strangers := [type(each).__name__ for each in pictures if not isinstance(each, Picture)]:
+            raise ValueError(f"generate: image_data is the `multi_modal_data` of the sample, not {strangers[0]}")
         sampling = SamplingOptions.of(sampling_params)
         so_far = _Partial(sampling.max_tokens)
         deadline = asyncio.timeout(self._timeout_s)
@@ -86,7 +91,7 @@ class ServerManager:
                 wait_s = FIRST_WAIT_S
                 while True:
                     budget = replace(sampling, max_tokens=so_far.room)
-                    output = await self._on_some_server(request_id, [*prompt_ids, *so_far.token_ids], budget)
+                    output = await self._on_some_server(request_id, [*prompt_ids, *so_far.token_ids], budget, pictures)
                     so_far.add(output)
                     if output.stop_reason != "aborted":
                         return so_far.output(output.stop_reason)
@@ -108,7 +113,9 @@ class ServerManager:
                 f"{len(so_far.token_ids)} of {sampling.max_tokens} response tokens so far)"
             ) from exc
 
-    async def _on_some_server(self, request_id: str, token_ids: list[int], sampling: SamplingOptions) -> TokenOutput:
+    async def _on_some_server(
+        self, request_id: str, token_ids: list[int], sampling: SamplingOptions, pictures: Sequence[Picture]
+    ) -> TokenOutput:
         """Try the servers in turn until one can answer."""
         failures: dict[str, Exception] = {}
         while True:
@@ -121,7 +128,7 @@ class ServerManager:
                 )
             server.in_flight += 1
             try:
-                return await self._call(server, token_ids, sampling, request_id)
+                return await self._call(server, token_ids, sampling, request_id, pictures)
             except (RayActorError, ReplicaDied, NoWeights) as exc:
                 # NoWeights and an unavailable actor may pass; a dead one is not asked again.
                 server.dead = not isinstance(exc, (NoWeights, ActorUnavailableError))
@@ -131,11 +138,17 @@ class ServerManager:
                 server.in_flight -= 1
 
     async def _call(
-        self, server: _Server, token_ids: list[int], sampling: SamplingOptions, request_id: str
+        self,
+        server: _Server,
+        token_ids: list[int],
+        sampling: SamplingOptions,
+        request_id: str,
+        pictures: Sequence[Picture],
     ) -> TokenOutput:
         """One remote call; its server stops working on it when this is cancelled. Raises the server's own errors."""
         call_id = f"{request_id}.{next(self._call_number)}"  # engines refuse an id that is in use
-        reference = server.handle.generate.remote(prompt_ids=token_ids, sampling=sampling, request_id=call_id)
+        seen = {"pictures": pictures} if pictures else {}
+        reference = server.handle.generate.remote(prompt_ids=token_ids, sampling=sampling, request_id=call_id, **seen)
         try:
             output: TokenOutput = await reference
         except asyncio.CancelledError:

@@ -8,16 +8,23 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
+from verl.utils.pictures import MULTI_MODAL_DATA
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
     """Asks the policy once."""
 
+    sees = True
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = await self.prompt_tokens(kwargs)
         response = Response(sampling_params["max_tokens"])
         started = time.monotonic()
-        output = await self.server_manager.generate(uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params)
+        pictures = (kwargs.get(MULTI_MODAL_DATA) or {}).get("images")
+        seen = {"image_data": pictures} if pictures else {}
+        output = await self.server_manager.generate(
+            uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params, **seen
+        )
         response.add_generated(output)
         metrics = {"generate_s": time.monotonic() - started}
         return response.output(prompt_ids, num_turns=2, stop_reason=output.stop_reason, metrics=metrics)

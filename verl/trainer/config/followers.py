@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.trainer.config.from_verl.rules import known_to_verl
 from verl.trainer.config.from_verl.translation import Note
-from verl.utils.builtin import is_builtin
+from verl.utils.builtin import SEEING_MODEL, SHAPES, is_builtin
 from verl.workers.config import ActorConfig, DataConfig, HFModelConfig, PPOConfig
 
 _SPLIT = "context_parallel_size"
@@ -57,9 +57,11 @@ def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, An
 
 def _fill_by_model_and_data(values: dict[str, Any]) -> None:
     data = _section(values, "data")
-    of_data = _all_builtin(data.get("train_files", DataConfig.train_files))
-    _fill(data, "val_files", DataConfig.val_files if of_data else [])
+    train_files = data.get("train_files", DataConfig.train_files)
+    of_data, of_shapes = _all_builtin(train_files), train_files in (SHAPES, [SHAPES])
+    _fill(data, "val_files", (SHAPES if of_shapes else DataConfig.val_files) if of_data else [])
     model = _section(_section(values, "actor_rollout_ref"), "model")
+    _fill(model, "path", SEEING_MODEL if of_shapes else HFModelConfig.path)
     builtin = of_data and _all_builtin(model.get("path", HFModelConfig.path))
     for path in OF_BUILTIN:
         *names, last = path.split(".")

@@ -10,6 +10,7 @@ from verl.trainer.ppo.dynamic_sampling import generation_batch_size
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
 from verl.utils.dataset.rl_dataset import Partners, ShownTools
+from verl.utils.pictures import PictureProcessor
 from verl.utils.reward_score.default import no_rule, rule_for
 from verl.workers.config import PPOConfig
 
@@ -20,9 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 def build_dataloaders(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, agent_loop_manager_class: Any
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    agent_loop_manager_class: Any,
+    processor: PictureProcessor | None = None,
 ) -> dict[str, PromptLoader]:
-    """Of the splits `train` and `val`. Raises ConfigError for data that this job cannot use."""
+    """Of the splits `train` and `val`. `processor`: of a model that sees. Raises ConfigError for data that this job
+    cannot use."""
     data = config.data
     shown_tools = _shown_tools(config, tokenizer, agent_loop_manager_class)
     given_files = {"train": data.train_files, "val": data.val_files}
@@ -35,7 +40,9 @@ def build_dataloaders(
             data,
             split,
             shown_tools=shown_tools,
+            processor=processor,
         )
+        require_seen(config, datasets[split], agent_loop_manager_class)
         if config.custom_reward_function.path is None:
             require_rewards(datasets[split], data.reward_fn_key)
         else:
@@ -96,6 +103,19 @@ def unheard_interactions(
         found[agent] = Partners(sum(one.count for one in each), first)
     warnings: list[str] = [] if look is None else look(config, found)
     return warnings
+
+
+def require_seen(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any) -> None:
+    """Raises ConfigError for samples with pictures that somebody would score or continue without having seen them."""
+    for agent, place in getattr(dataset, "pictured", {}).items():
+        sees = getattr(agent_loop_manager_class, "sees", None)
+        if sees is None or not sees(config, agent):
+            what = f"agent_name={agent}" if agent else "the agent loop of samples that name none"
+            raise ConfigError(f"{place}: the sample has pictures, which {what} does not show to the policy")
+        if config.reward_model.enable:
+            raise ConfigError(f"{place}: the sample has pictures, which the reward model does not see")
+        if config.distillation.enabled:
+            raise ConfigError(f"{place}: the sample has pictures, which teachers do not see")
 
 
 def require_rewards(dataset: Any, key: str) -> None:

@@ -29,6 +29,7 @@ from verl.trainer.ppo.requirements import (
     require_of_this_host,
     require_policy_engines,
     require_positions,
+    require_sight,
     require_text_of_wrapper,
     require_writable,
     require_writable_files,
@@ -39,7 +40,7 @@ from verl.trainer.ppo.settled import scheduled, total_steps
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader
 from verl.utils.device import resolve_device
-from verl.utils.language_model import is_wrapper
+from verl.utils.language_model import is_wrapper, sees
 from verl.utils.model import (
     MODEL_KEY,
     load_hf_config,
@@ -48,6 +49,7 @@ from verl.utils.model import (
     resolve_model_path,
 )
 from verl.utils.model_files import require_embeddings, require_whole_files, weight_shapes
+from verl.utils.pictures import load_processor
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
 from verl.workers.hf.fit import require_fit
 from verl.workers.reward_manager import RewardManager
@@ -101,6 +103,7 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     require_positions(config)
     require_heads(config)
     require_text_of_wrapper(config)
+    require_sight(config, trainer_class)
     require_experts(config)
     adapters = shapes_of_adapters(config, model_path)
     policy = config.actor_rollout_ref.model.at(model_path)
@@ -111,7 +114,8 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     agent_loop_manager_class = load_agent_loop_manager(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     require_embeddings(tokenizer, load_hf_config(config.actor_rollout_ref.model), f"{MODEL_KEY}.path={model_path}")
-    loaders = build_dataloaders(config, tokenizer, agent_loop_manager_class)
+    processor = load_processor(model_path, load_hf_config(config.actor_rollout_ref.model))
+    loaders = build_dataloaders(config, tokenizer, agent_loop_manager_class, processor)
     for line in unheard_interactions(config, loaders, agent_loop_manager_class):
         logger.warning("%s", line)
     if resume_from is not None:
@@ -154,7 +158,7 @@ def local_critic(
         shapes = weight_shapes(path, "critic.model.path")
         require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
         hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))
-        if is_wrapper(hf_config):
+        if is_wrapper(hf_config) or sees(hf_config):
             raise ConfigError(
                 f"critic.model.path={path}: {hf_config.model_type} is more than a language model, and no model for a "
                 "critic: give a language model"

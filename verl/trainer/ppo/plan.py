@@ -23,6 +23,7 @@ from verl.trainer.ppo.requirements import (
     require_model,
     require_policy_engines,
     require_positions,
+    require_sight,
     require_text_of_wrapper,
     shapes_of_adapters,
 )
@@ -32,6 +33,7 @@ from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.model_files import require_embeddings
+from verl.utils.pictures import PictureProcessor, load_processor
 from verl.utils.tracking import missing_packages
 from verl.workers.config import PPOConfig
 
@@ -53,7 +55,7 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
     device = resolve_device(config.trainer.device)
     attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
-    steps = _look_at_model(config, path, device, attempt) if path is not None else None
+    steps = _look_at_model(config, trainer_class, path, device, attempt) if path is not None else None
     checked.lacking.extend(missing_packages(config.trainer.logger))
     resume_from = attempt(CheckpointDirectory(config.trainer).would_resume_from)
     if not checked.problems:
@@ -90,7 +92,9 @@ class _Attempt:
             return None
 
 
-def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt) -> int | None:
+def _look_at_model(
+    config: PPOConfig, trainer_class: type[RayPPOTrainer], path: Path, device: str, attempt: _Attempt
+) -> int | None:
     """The number of steps, if it is known."""
     model = config.actor_rollout_ref.model
     local = model.at(path)
@@ -99,6 +103,7 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     attempt(lambda: require_positions(config), stands_in=stands_in)
     attempt(lambda: require_heads(config), stands_in=stands_in)
     attempt(lambda: require_text_of_wrapper(config), stands_in=stands_in)
+    attempt(lambda: require_sight(config, trainer_class))
     attempt(lambda: require_experts(config), stands_in=stands_in)
     attempt(lambda: shapes_of_adapters(config, path), stands_in=stands_in)
     attempt(lambda: require_policy_engines(config, local, device), stands_in=stands_in)
@@ -111,7 +116,8 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
         _look_at_teachers(config, tokenizer, device, attempt)
     critic_stands_in = builtin.is_builtin(config.critic.model.path or model.path)
     attempt(lambda: local_critic(config, tokenizer, path, device), stands_in=critic_stands_in)
-    return _look_at_data(config, tokenizer, attempt)
+    processor = attempt(lambda: load_processor(path, load_hf_config(model)))
+    return _look_at_data(config, tokenizer, processor, attempt)
 
 
 def _look_at_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, device: str, attempt: _Attempt) -> None:
@@ -130,14 +136,16 @@ def _look_at_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, dev
     attempt(lambda: require_teachers(config, tokenizer, device), stands_in=stands_in)
 
 
-def _look_at_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, attempt: _Attempt) -> int | None:
+def _look_at_data(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, processor: PictureProcessor | None, attempt: _Attempt
+) -> int | None:
     """The number of steps, if it is known."""
     files = config.data.train_files
     stands_in = isinstance(files, str) and builtin.is_builtin(files)
     manager_class = attempt(lambda: load_agent_loop_manager(config))
     if manager_class is None:
         return None
-    loaders = attempt(lambda: build_dataloaders(config, tokenizer, manager_class), stands_in=stands_in)
+    loaders = attempt(lambda: build_dataloaders(config, tokenizer, manager_class, processor), stands_in=stands_in)
     if loaders is None:
         return None
     if config.distillation.enabled:

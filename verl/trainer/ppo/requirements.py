@@ -17,7 +17,7 @@ from verl.checkpoint_engine.support import envs
 from verl.trainer.fleet.session import starts_locally
 from verl.trainer.ppo.experience import needs_critic, needs_reference
 from verl.utils.config import ConfigError
-from verl.utils.language_model import is_wrapper
+from verl.utils.language_model import is_wrapper, sees
 from verl.utils.model import (
     MODEL_KEY,
     expert_count,
@@ -117,6 +117,33 @@ def require_text_of_wrapper(config: PPOConfig) -> None:
             f"{what} is no model for a critic: set critic.model.path to a language model, or an estimator without a "
             "critic, such as algorithm.adv_estimator=grpo"
         )
+
+
+def require_sight(config: PPOConfig, trainer_class: type) -> None:
+    """Of a policy that sees: what would leave its pictures out, or has not been tried with it, is refused by name."""
+    policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
+    if not sees(model):
+        return
+    what = f"{MODEL_KEY}.path={policy.model.path}: {model.model_type}, which sees,"
+    actor = "actor_rollout_ref.actor"
+    shared = [each.ulysses_sequence_parallel_size for each in (policy.actor.fsdp_config, policy.ref.fsdp_config)]
+    for is_so, key, remedy in (
+        (policy.rollout.name != "hf", f"rollout.name={policy.rollout.name}", "actor_rollout_ref.rollout.name=hf"),
+        (policy.actor.strategy == "megatron", f"{actor}.strategy=megatron", f"{actor}.strategy=fsdp2"),
+        (policy.model.lora_rank > 0, f"{MODEL_KEY}.lora_rank={policy.model.lora_rank}", f"{MODEL_KEY}.lora_rank=0"),
+        (max(shared) > 1, "ulysses_sequence_parallel_size > 1", "it to 1"),
+        (policy.rollout.multi_turn.enable, "rollout.multi_turn.enable=true", "it to false"),
+    ):
+        if is_so:
+            raise ConfigError(f"{what} has not been tried with {key}: set {remedy}")
+    if needs_critic(config) and config.critic.model.path is None:
+        raise ConfigError(
+            f"{what} is no model for a critic: set an estimator without one, such as algorithm.adv_estimator=grpo"
+        )
+    if needs_critic(config):
+        raise ConfigError(f"{what} has not been tried with a critic, which would not see: set an estimator without one")
+    if not trainer_class.__module__.startswith("verl.trainer."):
+        raise ConfigError(f"{what} has been tried with verl.trainer.main_ppo alone, not with {trainer_class.__name__}")
 
 
 def require_experts(config: PPOConfig) -> None:

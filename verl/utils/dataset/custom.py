@@ -13,6 +13,7 @@ from verl.utils.config import ConfigError
 from verl.utils.dataset.rl_dataset import RLHFDataset, ShownTools
 from verl.utils.dataset.schema import RowError, sample
 from verl.utils.dataset.settings import DataSettings
+from verl.utils.pictures import PictureProcessor
 from verl.utils.user_code import load_from_file
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def build_dataset(
     split: str = "train",
     *,
     shown_tools: ShownTools | None = None,
+    processor: PictureProcessor | None = None,
 ) -> torch.utils.data.Dataset[dict[str, Any]]:
     """`RLHFDataset`, or the class that `data.custom_cls` names, made with those of its arguments that it has names for:
     verl's (`VERLS`), and `split` ("train" or "val"), `is_train`, `shown_tools`, or `files` (a list of paths).
@@ -50,7 +52,7 @@ def build_dataset(
     if config.custom_cls.path is None:
         if config.custom_cls.name is not None:
             raise ConfigError(f"data.custom_cls.name={config.custom_cls.name} is set: set data.custom_cls.path, too")
-        return RLHFDataset(files, tokenizer, config, split=split, shown_tools=shown_tools)
+        return RLHFDataset(files, tokenizer, config, processor, split=split, shown_tools=shown_tools)
     if config.custom_cls.name is None:
         raise ConfigError("data.custom_cls.path is set: set data.custom_cls.name to the class in it")
     cls = load_from_file(config.custom_cls.path, config.custom_cls.name, key="data.custom_cls")
@@ -68,7 +70,7 @@ def build_dataset(
             "data_files": [str(path) for path in files],
             "tokenizer": tokenizer,
             "config": config,
-            "processor": None,
+            "processor": processor,
             "max_samples": limit,
             "files": list(files),
             "split": split,

@@ -18,7 +18,7 @@ from verl.utils.dataset.files import KEYS, Rows
 from verl.utils.dataset.schema import RowError, is_empty_truth, sample
 from verl.utils.dataset.seen import in_files, with_pictures
 from verl.utils.dataset.settings import DataSettings
-from verl.utils.pictures import Picture, PictureError, PictureProcessor
+from verl.utils.pictures import MULTI_MODAL_DATA, Picture, PictureError, PictureProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,6 +119,8 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._pictures: list[list[Picture]] = []
         self._picture_tokens: list[list[int]] = []
         """Of each row: how many tokens its pictures become."""
+        self.pictured: dict[str | None, str] = {}
+        """By agent: where the first of its samples with pictures is."""
         self._unusable: dict[int, str] = {}
         """By row: what is wrong with a picture of it, where such rows are dropped."""
         self._agents: list[str | None] = []
@@ -146,7 +148,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         del item[self.prompt_key]
         if self._sees:
             item.pop(self.config.image_key, None)
-            item["multi_modal_data"] = {"images": list(self._pictures[row])}
+            item[MULTI_MODAL_DATA] = {"images": list(self._pictures[row])}
         index = item["extra_info"].get("index")
         return {
             **item,
@@ -224,6 +226,8 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
                         raise RowError(f"picture {number} {exc}") from exc
                     self._unusable[row] = f"picture {number} {exc}"
                     counts.append(1)
+        if pictures:
+            self.pictured.setdefault(item.get("agent_name") or None, self._place(row))
         self._prompts.append(prompt)
         self._pictures.append(pictures)
         self._picture_tokens.append(counts)

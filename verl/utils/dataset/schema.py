@@ -9,7 +9,7 @@ from typing import Any
 from verl.utils.dataset.settings import DataSettings
 
 SHOWN_CHARACTERS = 80
-NO_MEDIA = "models read text here; leave it out of the data, with what refers to it"
+NO_MEDIA = "models read text and pictures here; leave it out of the data, with what refers to it"
 UNSEEN = "the model reads text alone; give one that sees, or leave it out of the data, with what refers to it"
 NO_CHAT = "no list of chat messages {role, content}"
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from verl.utils.config import ConfigError
 from verl.utils.language_model import sees
-from verl.utils.pictures.picture import Picture, PictureError
+from verl.utils.pictures.picture import Picture, PictureError, keep
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
 MOST_CACHED_NBYTES = 2**28
+BLANK_PIXELS = 56
 
 
 class PictureProcessor:
@@ -30,10 +31,13 @@ class PictureProcessor:
         self._processor = image_processor
         self.token_id = int(config.image_token_id)
         """In a prompt, once for each token that is made of a picture."""
+        self.other_id = int(self.token_id == 0)
+        """A token of text."""
         self._merged = int(config.vision_config.spatial_merge_size) ** 2
         self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._cached_nbytes = 0
         self._lock = threading.Lock()
+        self._blank: Picture | None = None
 
     def num_tokens(self, picture: Picture) -> int:
         """Of the model. Decodes the picture; raises PictureError for one that is damaged, or has no size for it."""
@@ -59,14 +63,27 @@ class PictureProcessor:
         return ids
 
     def inputs(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
-        """Of at least one: `pixel_values` float32 [patches, values] of all, and `image_grid_thw` int64 [pictures, 3].
+        """`pixel_values` float32 [patches, values] of all, and `image_grid_thw` int64 [pictures, 3]; of none, nothing.
 
         Raises PictureError for a file that is gone or has changed.
         """
         import torch
 
         each = [self._of(picture) for picture in pictures]
-        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+        return {name: torch.cat([one[name] for one in each]) for name in (each[0] if each else ())}
+
+    def counts(self, image_grid_thw: torch.Tensor) -> torch.Tensor:
+        """[pictures]: how many tokens the model makes of each, from [pictures, 3]."""
+        return image_grid_thw.prod(-1) // self._merged
+
+    def blank(self) -> Picture:
+        """A small white one, of which a model makes few tokens."""
+        from PIL import Image
+
+        with self._lock:
+            if self._blank is None:
+                self._blank = keep(Image.new("RGB", (BLANK_PIXELS, BLANK_PIXELS), "white"))
+            return self._blank
 
     def _of(self, picture: Picture) -> dict[str, torch.Tensor]:
         with self._lock:

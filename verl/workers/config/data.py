@@ -21,17 +21,20 @@ class DataConfig(Section):
     """Prompts: where they are and how they become token ids."""
 
     train_files: str | list[str] = option(
-        "builtin:arithmetic", "parquet or JSON Lines file, or list of them; builtin:arithmetic is made on first use"
+        "builtin:arithmetic",
+        "parquet or JSON Lines file, or list of them; builtin:arithmetic and builtin:shapes are made on first use",
     )
     val_files: str | list[str] = option(
         "builtin:arithmetic",
-        "parquet or JSON Lines file, or list of them, with held-out problems; null: builtin:arithmetic with built-in "
-        "train_files, which others need",
+        "parquet or JSON Lines file, or list of them, with held-out problems; null: those of built-in train_files; "
+        "others need them",
         follows=True,
     )
     prompt_key: str = option("prompt", "column with the chat messages")
     reward_fn_key: str = option("data_source", "column that selects the reward function")
-    image_key: str = option("images", "column of pictures; prompts are text here: refused where it is not empty")
+    image_key: str = option(
+        "images", "column of pictures; refused where it is not empty and the model reads text alone"
+    )
     video_key: str = option("videos", "column of videos; refused where it is not empty")
     audio_key: str = option("audios", "column of sounds; refused where it is not empty")
     train_batch_size: int = option(

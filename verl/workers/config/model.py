@@ -31,7 +31,10 @@ class HFModelConfig:
     """The policy model: a local Hugging Face causal-LM directory, or a built-in one."""
 
     path: str = option(
-        "builtin:tiny-qwen2", "local Hugging Face directory, or builtin:{tiny-qwen2,tiny-qwen3-moe}, made on first use"
+        "builtin:tiny-qwen2",
+        "local Hugging Face directory, or builtin:{tiny-qwen2,tiny-qwen3-moe,tiny-qwen2.5-vl}, made on first use; "
+        "null: tiny-qwen2.5-vl with builtin:shapes, else tiny-qwen2",
+        follows=True,
     )
     tokenizer_path: str | None = option(None, "tokenizer directory; null: the model's")
     trust_remote_code: bool = option(False, "allow code from the model directory")

@@ -6,10 +6,11 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.config import ConfigError
+from verl.utils.pictures import Picture
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.records import SamplingOptions, TokenOutput
 
@@ -81,6 +82,18 @@ class Engine(Protocol):
 
     async def shutdown(self) -> None:
         """End every process and thread of the engine."""
+
+
+@runtime_checkable
+class SeeingEngine(Protocol):
+    """An engine that looks at the pictures of prompts."""
+
+    sees: Literal[True]
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
+    ) -> TokenOutput:
+        """As `Engine.generate`. The prompt has the tokens that the model makes of its pictures."""
 
 
 @runtime_checkable

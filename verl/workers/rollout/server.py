@@ -17,7 +17,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -26,8 +26,9 @@ from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.checkpoint_engine.support.memory import MemoryUse, tree_use
 from verl.utils.lifetime import begin_actor
+from verl.utils.pictures import Picture
 from verl.utils.timing import Span, SpanLog
-from verl.workers.rollout.engine import Engine, EngineSpec, TracedEngine
+from verl.workers.rollout.engine import Engine, EngineSpec, SeeingEngine, TracedEngine
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOptions, TokenOutput
 
@@ -77,15 +78,20 @@ class RolloutServer:
     # -- group generate: called by agent loops ----------------------------------------------------------------------
 
     @ray.method(concurrency_group="generate")
-    async def generate(self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
-        """Sample one response to `prompt_ids`. While paused, or while weights change, the call waits.
+    async def generate(
+        self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
+    ) -> TokenOutput:
+        """Sample one response to `prompt_ids`, which have the tokens of `pictures`. While paused, or while weights
+        change, the call waits.
 
         Raises NoWeights before the first activation, RolloutError for a prompt that does not fit, ReplicaTimeout after
         `rollout.generate_timeout_s`, ReplicaDied when the engine is gone.
         """
-        return await self._loop.run(self._generate(prompt_ids, sampling, request_id))
+        return await self._loop.run(self._generate(prompt_ids, sampling, request_id, pictures))
 
-    async def _generate(self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+    async def _generate(
+        self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture]
+    ) -> TokenOutput:
         name, timeout_s = self._spec.name, self._spec.config.generate_timeout_s
         if self._version is None:
             await self._end_of_change(timeout_s)
@@ -99,12 +105,21 @@ class RolloutServer:
         try:
             async with asyncio.timeout(timeout_s):
                 with self._spans.during("generating"):
-                    output = await self._engine.generate(prompt_ids, sampling, request_id)
+                    output = await self._sampled(prompt_ids, sampling, request_id, pictures)
             return output.by(name)
         except TimeoutError as exc:
             raise ReplicaTimeout(
                 f"{name}: request {request_id} not finished within rollout.generate_timeout_s={timeout_s}"
             ) from exc
+
+    async def _sampled(
+        self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture]
+    ) -> TokenOutput:
+        if not pictures:
+            return await self._engine.generate(prompt_ids, sampling, request_id)
+        if not isinstance(self._engine, SeeingEngine):
+            raise RolloutError(f"{self._spec.name}: request {request_id} has pictures, which this engine does not see")
+        return await self._engine.generate(prompt_ids, sampling, request_id, pictures)
 
     async def _end_of_change(self, timeout_s: float) -> None:
         """Until an activation that is under way, if any, is over."""

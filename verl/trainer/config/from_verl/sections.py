@@ -30,7 +30,7 @@ REWARD = "reward_model"
 MORE_THAN_1 = "sequences are not split over ranks, each is computed whole on its rank: the same numbers, more memory"
 ON_DEVICE = "stays on its device all the time: the same numbers, more memory"
 OTHER_ENGINES = "training engines are fsdp, fsdp2 and megatron"
-NO_PICTURES = "models read text here, no pictures, videos or audio: leave it out to train on texts"
+NO_PICTURES = "models read text and pictures here, as their own processors give them: leave it out"
 
 OF_STAGES = (
     "num_layers_in_first_pipeline_stage",

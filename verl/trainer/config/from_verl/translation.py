@@ -11,14 +11,16 @@ from typing import Any
 
 from verl.trainer.config.from_verl.keys import RULES
 from verl.trainer.config.from_verl.rules import Moved, NoEffect, Rule, find_rule, is_verls, is_verls_default
-from verl.trainer.config.from_verl.sections import NO_PICTURES
 from verl.trainer.config.from_verl.spellings import REASONS, SPELLINGS
 from verl.trainer.config.schema import free_form_key, is_known, keys
+from verl.utils.builtin import SEEING_MODEL, SHAPES
 from verl.utils.config import ConfigError
+from verl.utils.language_model import SEEING, directory_sees
 
 CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
-MEDIA = ("data.image_key", "data.video_key", "data.audio_key")
-"""Columns of what models do not read here. verl's files name them in any run: only who sets one wants it read."""
+PICTURES, OTHER_MEDIA = "data.image_key", ("data.video_key", "data.audio_key")
+"""Columns of what models do not read here, or only some. verl's files name them in any run: only who sets one wants it
+read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +86,24 @@ def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Tra
         if ours is not value and ours != value:
             _put(result.values, key, ours)
             result.notes.append(Note(key=key, value=value, why=REASONS.get(key) or f"it is {written(ours)} here"))
-    for key in MEDIA:
+    for key in OTHER_MEDIA:
         if key in explicit and (value := _get(result.values, key)):
-            result.problems.append(f"{key}={written(value)}: {NO_PICTURES}")
+            result.problems.append(f"{key}={written(value)}: models read text and pictures here: leave it out")
+    if PICTURES in explicit and (value := _get(result.values, PICTURES)) and not _sees(result.values):
+        result.problems.append(
+            f"{PICTURES}={written(value)}: the model reads text alone: give one that sees ({', '.join(SEEING)}), or "
+            "leave it out to train on texts"
+        )
     problems = [*result.problems, *(_refusal(keys, why) for why, keys in result.refused.items())]
     return replace(result, values=_without_empty(result.values), problems=problems)
+
+
+def _sees(values: Mapping[str, Any]) -> bool:
+    """Whether the policy that is named sees; the built-in one for `builtin:shapes` does."""
+    path = _get(values, "actor_rollout_ref.model.path")
+    if path is None:
+        return _get(values, "data.train_files") in (SHAPES, [SHAPES])
+    return path == SEEING_MODEL or directory_sees(str(path))
 
 
 def _refusal(refused: list[str], why: str) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
+from verl.utils.pictures import MULTI_MODAL_DATA, PictureProcessor
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.copies import gather_rows, same_draws
 from verl.workers.engine.decay import decay_groups
@@ -35,6 +36,7 @@ from verl.workers.hf.dropout import train
 from verl.workers.hf.packing import keeps_sequences_apart
 from verl.workers.hf.probing import Way
 from verl.workers.hf.regimes import Regimes
+from verl.workers.hf.seeing import Sight
 from verl.workers.hf.sharers import Sharers
 from verl.workers.hf.splitting import KEY, computes_shared
 from verl.workers.own_time import named_blocks
@@ -85,6 +87,7 @@ class FSDPEngine:
         self._sharers = Sharers()
         """The ranks that compute each such row together."""
         self._regimes = Regimes(nn.Module())
+        self._processor: PictureProcessor | None = None
         self._before_step = before_step
 
     def build(self) -> None:
@@ -100,6 +103,7 @@ class FSDPEngine:
             seed=self._seed,
         )
         self.model, self._adapters, self._built_model = built.module, built.adapters, built
+        self._processor = built.processor
         self._regimes = Regimes(self.model)
         if self._regimes:
             self.model.register_forward_pre_hook(lambda module, args: self._regimes.forget())
@@ -290,7 +294,15 @@ class FSDPEngine:
             calculate_entropy=calculate_entropy,
             pack=self._packs,
             sharers=self._sharers,
+            sight=self._sight(micro_batch),
         )
+
+    def _sight(self, micro_batch: DataProto) -> Sight | None:
+        """Of data some of which have pictures."""
+        seen = micro_batch.non_tensor_batch.get(MULTI_MODAL_DATA)
+        if seen is None or self._processor is None:
+            return None
+        return Sight(processor=self._processor, pictures=[each["images"] for each in seen])
 
     def _keeps_sequences_apart(self) -> bool:
         model = self._built()

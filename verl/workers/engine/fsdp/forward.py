@@ -26,6 +26,7 @@ from verl.utils.torch_functional import (
 )
 from verl.workers.engine.base import CANDIDATE_LOG_PROBS, CANDIDATES
 from verl.workers.hf.packing import row_inputs
+from verl.workers.hf.seeing import Sight
 from verl.workers.hf.sharers import Sharers
 
 ALONE = Sharers()
@@ -39,16 +40,18 @@ def response_log_probs(
     calculate_entropy: bool,
     pack: bool = False,
     sharers: Sharers = ALONE,
+    sight: Sight | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of `responses` and entropies of their distributions at `temperature`: float32 [b, R], 0 on padding.
 
     On the model's device: `input_ids`, `attention_mask`, `position_ids` [b, P+R], `responses` [b, R].
     Logits exist only for the tokens of responses. `sharers` all have the same micro-batch, and share its packed row.
-    With `CANDIDATES` in `micro_batch` their log-probs are in it afterwards, too.
+    With `CANDIDATES` in `micro_batch` their log-probs are in it afterwards, too. `sight`: pictures of the sequences,
+    which have rows of their own.
     """
     tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
-    with _only_at(tokens, model) as applied:
-        logits = model(**tokens.inputs(model), use_cache=False).logits
+    with _only_at(tokens, model) as applied, tokens.seen(model, sight) as inputs:
+        logits = model(**inputs, use_cache=False).logits
     if not applied:
         logits = tokens.predicting(logits)
     if temperature != 1.0:
@@ -165,6 +168,18 @@ class _Tokens:
             given = {"input_ids": self.input_ids, "position_ids": self.position_ids}
             return given | {"attention_mask": self.attention_mask}
         return row_inputs(model, self.input_ids, self.position_ids, self.lengths, self.sharers)
+
+    @contextmanager
+    def seen(self, model: nn.Module, sight: Sight | None) -> Iterator[dict[str, Any]]:
+        """What `model` is called with in this block, pictures with it."""
+        if sight is None:
+            yield self.inputs(model)
+            return
+        assert self.attention_mask is not None  # what is packed has no pictures
+        with_blank, input_ids, mask = sight.with_blank(self.input_ids, self.attention_mask)
+        seen = with_blank.of(model, input_ids, mask)
+        with seen.embedded(model):
+            yield seen.inputs
 
     def predicting(self, values: torch.Tensor) -> torch.Tensor:
         """[1, n, ...] from [rows, columns, ...]: what is in front of each token of a response."""

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from verl.utils.config import ConfigError
-from verl.utils.language_model import is_wrapper, language_config
+from verl.utils.language_model import auto_class, is_wrapper, language_config, sees
 from verl.utils.model import ATTENTION, override
+from verl.utils.pictures import PictureProcessor, load_processor
 from verl.utils.trainable import require_trainable
 from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.adapters import add_adapters, base_tensors, initialize, is_adapter
@@ -96,6 +97,8 @@ class BuiltModel:
     """Of a model that is another than the checkpoint's: a policy under the head of a critic."""
     together: Finding
     """How sequences may go through it."""
+    processor: PictureProcessor | None = None
+    """Of a model that sees."""
 
 
 def build_model(
@@ -116,6 +119,7 @@ def build_model(
     of its checkpoint differ, and when the model that was built is not what the checkpoint says.
     """
     whole_config = load_hf_config(model_config)
+    head = _whole(head, whole_config)
     hf_config = _under(head, whole_config, model_config)
     dtype = DTYPES[fsdp_config.model_dtype]
     with HFCheckpoint(Path(model_config.path)) as checkpoint:
@@ -167,12 +171,15 @@ def build_model(
         exported_aside=tuple(name for name in conversion.aside if name not in head.unused),
         together=together,
         own_config=_exported(model.config, model_config) if head.config_fields else None,
+        processor=load_processor(model_config.path, whole_config),
     )
 
 
 def way_through(model_config: HFModelConfig, fsdp_config: FSDPConfig, head: Head = CAUSAL_LM) -> Finding:
     """How sequences may go through the model in a local directory, as a small one of its configuration tells."""
-    hf_config = _under(head, load_hf_config(model_config), model_config)
+    whole = load_hf_config(model_config)
+    head = _whole(head, whole)
+    hf_config = _under(head, whole, model_config)
 
     def build(config: PretrainedConfig, implementation: str | None) -> PreTrainedModel:
         model: PreTrainedModel = head.auto.from_config(
@@ -184,14 +191,19 @@ def way_through(model_config: HFModelConfig, fsdp_config: FSDPConfig, head: Head
         return model
 
     shared = fsdp_config.ulysses_sequence_parallel_size > 1
-    return find_way(
+    if shared and sees(hf_config):
+        raise ConfigError(f"model.path={model_config.path}: ranks do not share rows of {hf_config.model_type}")
+    found = find_way(
         hf_config,
         build,
         attention_implementation(hf_config, model_config.override_config.get(ATTENTION)),
-        furthest=Way.PACKED if shared or model_config.use_remove_padding else Way.ROWS,
+        furthest=Way.PACKED if (shared or model_config.use_remove_padding) and not sees(hf_config) else Way.ROWS,
         shared=shared,
         lasts=model_config.is_of_transformers,
     )
+    if found.way is Way.ROWS and sees(hf_config) and model_config.use_remove_padding:
+        return replace(found, why="what pictures become is placed by rows")
+    return found
 
 
 def require_way(together: Finding, model_config: HFModelConfig) -> None:
@@ -247,12 +259,19 @@ def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, 
 
 def make_model(head: Head, model_config: HFModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """With random weights, on whatever device the caller has made the default one. Raises ConfigError."""
-    return _make(head, _under(head, load_hf_config(model_config), model_config), model_config, dtype)
+    whole = load_hf_config(model_config)
+    head = _whole(head, whole)
+    return _make(head, _under(head, whole, model_config), model_config, dtype)
+
+
+def _whole(head: Head, config: PretrainedConfig) -> Head:
+    """Of a model that sees, transformers has another class, with the same head."""
+    return replace(head, auto=auto_class(config)) if sees(config) and head is CAUSAL_LM else head
 
 
 def _under(head: Head, whole: PretrainedConfig, model_config: HFModelConfig) -> PretrainedConfig:
     """Of the language model with `head` in a model of `whole`, which is changed unless that is a wrapper's."""
-    if head.config_fields and is_wrapper(whole):
+    if head.config_fields and (is_wrapper(whole) or sees(whole)):
         raise ConfigError(
             f"model.path={model_config.path}: {whole.model_type} has a language model inside of a larger one, and a "
             "critic is only made of a language model's own directory: give one, or an estimator without a critic"
@@ -291,8 +310,7 @@ def adapter_shapes(model_config: HFModelConfig) -> dict[str, tuple[int, ...]]:
     """
     hf_config = language_config(load_hf_config(model_config))
     with torch.device("meta"):
-        auto: Any = AutoModelForCausalLM
-        model = auto.from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
+        model = auto_class(hf_config).from_config(hf_config, trust_remote_code=model_config.trust_remote_code)
     add_adapters(model, model_config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if is_adapter(name)}
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from verl.workers.hf.probing import in_rows
 from verl.workers.hf.regimes import Regimes
+from verl.workers.hf.seeing import Sight
 from verl.workers.rollout.hf.routes import RouteWatch
 
 CACHES = ("past_key_values", "cache_params")
@@ -45,42 +46,60 @@ class DecodeBatch:
         """Of the tokens of each sequence that the last step read, where they are watched."""
         self._cache: DynamicCache | None = None
         self._mask = torch.empty(0)
+        self._deltas = torch.empty(0)
+        """[sequences, 1]: how much further, or less far, than the tokens before it a next token's position is."""
 
     def forget(self) -> None:
         """Drop the cache; the next step computes it again. After the weights or the set of sequences changed."""
         self._cache = None
 
     @torch.inference_mode()
-    def next_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def next_logits(self, sequences: Sequence[Sequence[int]], sight: Sight | None = None) -> torch.Tensor:
         """Logits [sequences, vocabulary] of the token after each sequence.
 
-        Between two calls without `forget` or `keep`, every sequence has grown by one token.
+        Between two calls without `forget` or `keep`, every sequence has grown by one token. `sight`: their pictures.
         """
-        return self._with_cache(sequences) if self._decoding is Decoding.CACHED else self._anew(sequences)
+        if self._decoding is Decoding.CACHED:
+            return self._with_cache(sequences, sight)
+        assert sight is None  # the driver has asked how they are decoded
+        return self._anew(sequences)
 
-    def _with_cache(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _with_cache(self, sequences: Sequence[Sequence[int]], sight: Sight | None) -> torch.Tensor:
         """Rows end in the last column."""
-        assert self._takes_cache_as is not None
         if self._cache is None:
             self._cache = DynamicCache(config=self._model.config)
             width = max(len(sequence) for sequence in sequences)
             input_ids = torch.tensor([[0] * (width - len(sequence)) + list(sequence) for sequence in sequences])
             self._mask = torch.tensor([[0] * (width - len(sequence)) + [1] * len(sequence) for sequence in sequences])
+            self._deltas = torch.zeros(len(sequences), 1, dtype=torch.long)
+            if sight is not None:
+                return self._seen(sight, input_ids)
         else:
             input_ids = torch.tensor([[sequence[-1]] for sequence in sequences])
             self._mask = torch.cat([self._mask, torch.ones(len(sequences), 1, dtype=self._mask.dtype)], dim=1)
-        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :] + self._deltas
         device = self._model.device
-        output = self._model(
-            input_ids=input_ids.to(device),
-            attention_mask=self._mask.to(device),
-            position_ids=positions.to(device),
-            **{self._takes_cache_as: self._cache},
-            use_cache=True,
-            logits_to_keep=1,
+        logits = self._last_logits(
+            {
+                "input_ids": input_ids.to(device),
+                "attention_mask": self._mask.to(device),
+                "position_ids": positions.to(device),
+            }
         )
         if self._watch is not None:
             self.routes = self._watch.take(self._mask[:, -input_ids.shape[1] :])
+        return logits
+
+    def _seen(self, sight: Sight, input_ids: torch.Tensor) -> torch.Tensor:
+        device = self._model.device
+        seen = sight.of(self._model, input_ids.to(device), self._mask.to(device))
+        self._deltas = seen.deltas.cpu()
+        with seen.embedded(self._model):
+            return self._last_logits(seen.inputs)
+
+    def _last_logits(self, given: dict[str, Any]) -> torch.Tensor:
+        assert self._takes_cache_as is not None
+        output = self._model(**given, **{self._takes_cache_as: self._cache}, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
@@ -111,7 +130,7 @@ class DecodeBatch:
         """Go on with these rows only."""
         if self._cache is not None:
             index: Any = torch.tensor(rows)
-            self._mask = self._mask[index]
+            self._mask, self._deltas = self._mask[index], self._deltas[index]
             self._cache.reorder_cache(index.to(self._model.device))  # states know no other selection of rows
 
 

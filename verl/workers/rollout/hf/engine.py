@@ -15,20 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.utils.config import ConfigError
-from verl.utils.language_model import is_wrapper, language_config
+from verl.utils.language_model import auto_class, is_wrapper, language_config, sees
 from verl.utils.model import ATTENTION, override
+from verl.utils.pictures import Picture, PictureError, load_processor
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.probing import Build
+from verl.workers.hf.seeing import Sight
 from verl.workers.hf.wrapped import conversion_between
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
@@ -54,6 +56,7 @@ class Request:
     generator: torch.Generator
     output: asyncio.Future[TokenOutput]
     max_tokens: int
+    pictures: Sequence[Picture] = ()
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -94,6 +97,8 @@ class Request:
 class HFEngine:
     """See `verl.workers.rollout.engine.Engine`. State lives on the engine loop; the model is used in one thread."""
 
+    sees: Literal[True] = True
+
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix=f"{spec.name}-model")
@@ -120,7 +125,8 @@ class HFEngine:
         self._whole: PretrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=trust)
         override(self._whole, model.override_config, "model.override_config")
         config = language_config(self._whole)
-        factory: Any = AutoModelForCausalLM
+        factory: Any = auto_class(config)
+        self._processor = load_processor(model.path, self._whole)
         implementation = attention_implementation(config, model.override_config.get(ATTENTION))
 
         def from_config(config: PretrainedConfig, implementation: str | None, dtype: torch.dtype) -> PreTrainedModel:
@@ -151,6 +157,8 @@ class HFEngine:
         path, found = model.path, find_decoding(config, build, implementation, lasts=model.is_of_transformers)
         if found.decoding is None:
             raise ConfigError(f"model.path={path}: {found.why}")
+        if sees(config) and found.decoding is not Decoding.CACHED:
+            raise ConfigError(f"model.path={path} sees, and is only decoded with a cache: {found.why}")
         if found.why:
             how = "one after the other" if found.decoding is Decoding.ALONE else "in rows"
             logger.warning("%s is decoded without a cache, %s: %s", path, how, found.why)
@@ -162,7 +170,11 @@ class HFEngine:
             )
         return found.decoding
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
+    ) -> TokenOutput:
+        if pictures:
+            await self._in_model_thread(lambda: self._require_seen(prompt_ids, pictures, request_id))
         generator = self._generator
         if sampling.seed is not None:
             generator = torch.Generator(self._spec.device).manual_seed(sampling.seed)
@@ -173,11 +185,22 @@ class HFEngine:
             generator=generator,
             output=asyncio.get_running_loop().create_future(),
             max_tokens=min(sampling.max_tokens, self._spec.max_model_len - len(prompt_ids)),
+            pictures=pictures,
         )
         async with self._changed:
             self._waiting.append(request)
             self._changed.notify_all()
         return await request.output
+
+    def _require_seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> None:
+        """What is wrong with the pictures of one request, before it joins others. Raises RolloutError."""
+        what = f"{self._spec.name}: request {request_id}"
+        if self._processor is None:
+            raise RolloutError(f"{what} has pictures, and the model reads text alone")
+        try:
+            Sight(processor=self._processor, pictures=[pictures]).require(prompt_ids)
+        except (PictureError, ValueError) as exc:
+            raise RolloutError(f"{what}: {exc}") from exc
 
     async def pause(self, mode: str) -> None:
         async with self._changed:
@@ -260,7 +283,10 @@ class HFEngine:
         self._batch.forget()
 
     def _step(self) -> tuple[list[int], list[float]]:
-        logits = self._batch.next_logits([request.prompt + request.tokens for request in self._active])
+        sight = None
+        if self._processor is not None and any(request.pictures for request in self._active):
+            sight = Sight(processor=self._processor, pictures=[request.pictures for request in self._active])
+        logits = self._batch.next_logits([request.prompt + request.tokens for request in self._active], sight)
         for request, read in zip(self._active, self._batch.routes, strict=bool(self._batch.routes)):
             request.add_routes(read)
         return sample(

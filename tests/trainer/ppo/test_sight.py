@@ -1,0 +1,99 @@
+"""What a run with a policy that sees is refused for, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.pictures import in_bytes, noise, row, write
+from verl.experimental.agent_loop.manager import AgentLoopManager
+from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
+from verl.trainer.config.loader import load_config
+from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.requirements import require_sight
+from verl.utils.builtin.seeing import make_tiny_seeing_model
+from verl.utils.config import ConfigError
+from verl.utils.model import load_hf_config, load_tokenizer
+from verl.utils.pictures import load_processor
+
+HF, GRPO = "actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_seeing_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([GRPO], "has not been tried with rollout.name=vllm: set actor_rollout_ref.rollout.name=hf"),
+        ([HF, GRPO, "actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron"),
+        ([HF, GRPO, "actor_rollout_ref.model.lora_rank=4"], "lora_rank=4: set actor_rollout_ref.model.lora_rank=0"),
+        ([HF, GRPO, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "ulysses"),
+        ([HF, "algorithm.adv_estimator=gae"], "is no model for a critic"),
+        ([HF, "algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen2"], "with a critic, which would not"),
+    ],
+)
+def test_what_a_policy_that_sees_is_not_trained_with_is_refused(model: Path, overrides: list[str], said: str) -> None:
+    config = load_config([f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", *overrides])
+    with pytest.raises(ConfigError, match="qwen2_5_vl, which sees,") as refusal:
+        require_sight(config, RayPPOTrainer)
+    assert said in str(refusal.value)
+
+
+def test_other_entry_modules_refuse_a_policy_that_sees(model: Path) -> None:
+    config = load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO])
+    require_sight(config, RayPPOTrainer)
+    with pytest.raises(ConfigError, match="with verl.trainer.main_ppo alone, not with OneStepOffPolicyTrainer"):
+        require_sight(config, OneStepOffPolicyTrainer)
+
+
+@pytest.mark.parametrize(
+    ("agent", "manager", "said"),
+    [
+        ({}, AgentLoopManager, None),
+        ({"agent_name": "tool_agent"}, AgentLoopManager, "which agent_name=tool_agent does not show to the policy"),
+        ({}, SimpleNamespace(), "which the agent loop of samples that name none does not show to the policy"),
+    ],
+)
+def test_samples_with_pictures_are_refused_where_their_agent_does_not_show_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: dict[str, str], manager: Any, said: str | None
+) -> None:
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path / "cache"))
+    rows = [
+        row("no picture", [], agent_name=None),
+        row("<image>?", in_bytes(noise()), **({"agent_name": None} | agent)),
+    ]
+    file = write(tmp_path / "d.parquet", [{**each, "data_source": "builtin/shapes"} for each in rows])
+    overrides = (f"data.train_files={file}", f"data.val_files={file}", "data.train_batch_size=2", HF, GRPO)
+    config = load_config([f"actor_rollout_ref.model.path={model}", *overrides])
+    processor = load_processor(model, load_hf_config(config.actor_rollout_ref.model))
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    if said is None:
+        assert len(build_dataloaders(config, tokenizer, manager, processor)["train"]) == 1
+        return
+    with pytest.raises(ConfigError, match="row 1 of .*: the sample has pictures") as refusal:
+        build_dataloaders(config, tokenizer, manager, processor)
+    assert said in str(refusal.value)
+
+
+def test_the_model_follows_the_data_that_come_with_the_project() -> None:
+    shapes = load_config(["data.train_files=builtin:shapes"])
+    assert shapes.actor_rollout_ref.model.path == "builtin:tiny-qwen2.5-vl"
+    assert shapes.data.val_files == "builtin:shapes"
+    assert load_config([]).actor_rollout_ref.model.path == "builtin:tiny-qwen2"
+    given = load_config(["data.train_files=builtin:shapes", "actor_rollout_ref.model.path=builtin:tiny-qwen2"])
+    assert given.actor_rollout_ref.model.path == "builtin:tiny-qwen2"
+
+
+def test_a_column_of_pictures_is_taken_where_the_model_sees(model: Path) -> None:
+    asked = "data.image_key=images"
+    assert load_config([asked, f"actor_rollout_ref.model.path={model}"]).data.image_key == "images"
+    assert load_config([asked, "data.train_files=builtin:shapes"]).data.image_key == "images"
+    with pytest.raises(ConfigError, match="the model reads text alone: give one that sees"):
+        load_config([asked])

@@ -1,0 +1,317 @@
+"""Models that see, in FSDP: sequences with no picture, one and several of different sizes, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+from tests.pictures import in_bytes, noise, row, write
+from tests.workers.engine.engine_cases import LEARNING_RATE, assemble, held_parts, make_engine, weighted_loss
+from verl.experimental.agent_loop.base import DictConfigWrap
+from verl.experimental.agent_loop.batching import to_batch
+from verl.experimental.agent_loop.output import AgentLoopOutput
+from verl.experimental.agent_loop.server_manager import ServerManager
+from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
+from verl.protocol import DataProto
+from verl.trainer.config.loader import load_config
+from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
+from verl.utils.config import ConfigError
+from verl.utils.dataset import PromptLoader, RLHFDataset
+from verl.utils.pictures import MULTI_MODAL_DATA, load_processor
+from verl.workers.config import DataConfig, HFModelConfig
+from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.losses import LossTotals
+from verl.workers.rollout.engine import EngineSpec
+from verl.workers.rollout.hf.engine import HFEngine
+from verl.workers.rollout.records import SamplingOptions
+
+NUM_PROMPT, NUM_RESPONSE = 80, 6
+TEMPERATURE = 0.7
+SINGLE = MicroBatchLimits(max_sequences=1)
+SMALL = MicroBatchLimits(max_tokens=150)
+WHOLE = MicroBatchLimits(max_sequences=100)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Any) -> Path:
+    return make_tiny_seeing_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def one_model(tmp_path_factory: pytest.TempPathFactory, cache: Any) -> Path:
+    return make_tiny_seeing_model(tmp_path_factory.mktemp("model"))
+
+
+PICTURES = [
+    [],
+    [noise(1)],
+    [noise(2, 112, 56), noise(3, 60, 200), noise(4, 28, 28)],
+    [],
+    [noise(5, 140, 140), noise(6)],
+    [noise(1)],
+    [],
+    [],
+]
+"""The last two share a rank where there are four: nothing is to be seen there."""
+
+
+def batch_of(directory: Path, folder: Path, responses: list[list[int]] | None = None) -> DataProto:
+    """Read as a job reads it, with responses of 1 to R tokens."""
+    rows = [row(f"{number}" + "<image> and" * len(images), in_bytes(*images)) for number, images in enumerate(PICTURES)]
+    data = RLHFDataset(
+        write(folder / "d.parquet", rows),
+        AutoTokenizer.from_pretrained(directory),
+        DataConfig(max_prompt_length=NUM_PROMPT),
+        load_processor(directory, AutoConfig.from_pretrained(directory)),
+    )
+    chooser = random.Random(0)
+    items = [data[number] for number in range(len(data))]
+    responses = responses or [chooser.choices(range(3, 250), k=1 + number % NUM_RESPONSE) for number in range(8)]
+    outputs = [
+        AgentLoopOutput(prompt_ids=item["prompt_ids"], response_ids=said, response_mask=[1] * len(said))
+        for item, said in zip(items, responses, strict=True)
+    ]
+    batch = to_batch(outputs, prompt_length=NUM_PROMPT, response_length=NUM_RESPONSE, pad_token_id=0)
+    batch.batch["advantages"] = torch.randn(len(items), NUM_RESPONSE, generator=torch.Generator().manual_seed(1))
+    seen = np.empty(len(items), dtype=object)
+    seen[:] = [item[MULTI_MODAL_DATA] for item in items]
+    batch.non_tensor_batch[MULTI_MODAL_DATA] = seen
+    return batch
+
+
+def alone(model: Any, directory: Path, data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies by transformers: each sequence by itself, positions and patches of its own making."""
+    processor: Any = AutoImageProcessor.from_pretrained(directory)
+    log_probs = torch.zeros(len(data), NUM_RESPONSE)
+    entropies = torch.zeros(len(data), NUM_RESPONSE)
+    for number in range(len(data)):
+        ids = data.batch["input_ids"][number][data.batch["attention_mask"][number].bool()][None]
+        images = PICTURES[number]
+        given = dict(processor(images=images, return_tensors="pt")) if images else {}
+        if images:
+            given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        count = int(data.batch["response_mask"][number].sum())
+        logits = model(input_ids=ids, **given).logits[0, -count - 1 : -1] / TEMPERATURE
+        distribution = logits.log_softmax(-1)
+        log_probs[number, :count] = distribution.gather(-1, ids[0, -count:, None])[:, 0]
+        entropies[number, :count] = -(distribution.exp() * distribution).sum(-1)
+    return log_probs, entropies
+
+
+def own_rows(data: DataProto) -> DataProto:
+    return data.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def log_probs(path: Path, data: DataProto, limits: MicroBatchLimits, strategy: str) -> Any:
+    engine = make_engine(path, strategy=strategy)
+    return engine.compute_log_prob(own_rows(data), temperature=TEMPERATURE, limits=limits, calculate_entropy=True)
+
+
+def train(path: Path, data: DataProto, limits: MicroBatchLimits, options: dict[str, Any]) -> Any:
+    engine = make_engine(path, grad_clip=0.5, **options)
+    before = held_parts(engine)
+    metrics = engine.train_mini_batch(
+        own_rows(data), weighted_loss, temperature=TEMPERATURE, limits=limits, calculate_entropy=True
+    )
+    states = engine.optimizer.state
+    names = {parameter: name for name, parameter in engine.model.named_parameters()}
+    with_moments = sorted(names[parameter] for parameter in states if states[parameter])
+    return metrics, before, held_parts(engine), with_moments
+
+
+def one_step_alone(directory: Path, data: DataProto) -> tuple[float, float, dict[str, torch.Tensor], list[str]]:
+    """Loss, gradient norm, parameters after it, and names of those that the optimizer has moved."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.01)
+    log_prob, entropy = alone(model, directory, data)
+    loss, _ = weighted_loss(log_prob, entropy, data, LossTotals.of(data.batch["response_mask"]))
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    moved = sorted(name for name, each in model.named_parameters() if optimizer.state[each])
+    return loss.item(), norm.item(), {name: each.detach() for name, each in model.named_parameters()}, moved
+
+
+@pytest.mark.parametrize(
+    ("world_size", "limits", "strategy"),
+    [
+        pytest.param(1, WHOLE, "fsdp2", id="one rank, all together"),
+        pytest.param(2, SMALL, "fsdp2", id="two ranks, dynamic micro-batches"),
+        pytest.param(4, SINGLE, "fsdp2", id="four ranks, of which one sees nothing"),
+        pytest.param(4, SMALL, "fsdp", id="fsdp1: four ranks"),
+    ],
+)
+def test_log_probs_equal_those_of_transformers_alone(
+    ranks: Any, model: Path, tmp_path: Path, world_size: int, limits: MicroBatchLimits, strategy: str
+) -> None:
+    data = batch_of(model, tmp_path)
+    with torch.no_grad():
+        whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+        expected = alone(whole, model, data)
+    results = ranks.run(log_probs, world_size, model, data, limits, strategy)
+    for place in (0, 1):
+        found = torch.cat([result[place] for result in results])
+        torch.testing.assert_close(found, expected[place], atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "limits", "options"),
+    [
+        pytest.param(1, WHOLE, {}, id="one rank, all together"),
+        pytest.param(4, SINGLE, {}, id="four ranks, of which one sees nothing"),
+        pytest.param(2, SMALL, {"model": {"enable_gradient_checkpointing": True}}, id="recomputed"),
+        pytest.param(4, SMALL, {"strategy": "fsdp"}, id="fsdp1: four ranks"),
+    ],
+)
+def test_a_step_equals_that_of_transformers_alone(
+    ranks: Any, model: Path, tmp_path: Path, world_size: int, limits: MicroBatchLimits, options: dict[str, Any]
+) -> None:
+    data = batch_of(model, tmp_path)
+    loss, norm, after, moved = one_step_alone(model, data)
+    results = ranks.run(train, world_size, model, data, limits, options)
+    saved = load_file(model / "model.safetensors")
+    started = assemble([parts for _, parts, _, _ in results])
+    assert started.keys() == saved.keys()
+    for name, values in started.items():
+        assert torch.equal(values, saved[name]), name
+    for metrics, _, _, with_moments in results:
+        assert abs(metrics["loss"] - loss) < 1e-4
+        assert abs(metrics["grad_norm"] - norm) < 1e-4
+        if "strategy" not in options:  # FSDP1 has one parameter for all of a layer
+            assert with_moments == moved
+    whole = AutoModelForImageTextToText.from_pretrained(model)
+    found = assemble([parts for _, _, parts, _ in results])
+    whole.load_state_dict(_in_model(whole, found), strict=True)
+    for name, parameter in whole.named_parameters():
+        difference = (parameter.detach() - after[name]).abs()
+        assert difference.max() < 0.05 * LEARNING_RATE, name
+        assert difference.mean() < 1e-3 * LEARNING_RATE, name
+
+
+def _in_model(whole: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the file under the names of the model, as `from_pretrained` has them."""
+    import tempfile
+
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole.config.save_pretrained(folder)
+        save_file({name: values.contiguous() for name, values in found.items()}, Path(folder) / "model.safetensors")
+        read: Any = AutoModelForImageTextToText.from_pretrained(folder)
+    return dict(read.state_dict())
+
+
+def test_a_generated_token_for_pictures_is_text(ranks: Any, one_model: Path, tmp_path: Path) -> None:
+    """transformers alone refuses such a sequence; what is compared is one in which the token's own row of the embedding
+    is another token's."""
+    whole: Any = AutoModelForImageTextToText.from_pretrained(one_model, dtype=torch.float32).eval()
+    token, other = whole.config.image_token_id, 5
+    said = [[7, token, 9, 11]] * len(PICTURES)
+    data = batch_of(one_model, tmp_path, said)
+    twin = tmp_path / "twin"
+    with torch.no_grad():
+        embeddings = whole.get_input_embeddings().weight
+        embeddings[other] = embeddings[token]
+    whole.save_pretrained(twin)
+    for name in ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (twin / name).write_bytes((one_model / name).read_bytes())
+    plain = batch_of(twin, tmp_path, [[7, other, 9, 11]] * len(PICTURES))
+    with torch.no_grad():
+        expected, _ = alone(whole, twin, plain)
+    (found, _) = ranks.run(log_probs, 1, twin, data, WHOLE, "fsdp2")[0]
+    compared = [0, 2, 3]  # the token itself has another probability than its twin
+    torch.testing.assert_close(found[:, compared], expected[:, compared], atol=1e-4, rtol=0.0)
+
+
+def packed(path: Path) -> str:
+    try:
+        make_engine(path, model={"use_remove_padding": True, "require_remove_padding": True})
+    except ConfigError as exc:
+        return str(exc)
+    return "it was built"
+
+
+def test_a_packed_row_is_refused_where_it_must_be_one(ranks: Any, one_model: Path) -> None:
+    assert "what pictures become is placed by rows" in ranks.run(packed, 1, one_model)[0]
+
+
+class Handle:
+    """An engine in this process, called as the actor that serves one."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        self.generate = self
+        self._engine = engine
+
+    def remote(self, **call: Any) -> Any:
+        return asyncio.ensure_future(self._engine.generate(**call))
+
+
+def test_what_the_trainer_scores_is_what_the_engine_saw(ranks: Any, one_model: Path, tmp_path: Path) -> None:
+    """From rows of a file through loader, agent loop and engine to the log-probs of two responses of each sample."""
+    rows = [row(f"{number}" + "<image> and" * len(images), in_bytes(*images)) for number, images in enumerate(PICTURES)]
+    file = write(tmp_path / "d.parquet", rows)
+    overrides = (f"data.train_files={file}", f"data.max_prompt_length={NUM_PROMPT}", "data.max_response_length=6")
+    model_path = f"actor_rollout_ref.model.path={one_model}"
+    config = load_config([*overrides, model_path, "actor_rollout_ref.rollout.name=hf", "data.train_batch_size=8"])
+    tokenizer = AutoTokenizer.from_pretrained(one_model)
+    processor = load_processor(one_model, AutoConfig.from_pretrained(one_model))
+    data = RLHFDataset(file, tokenizer, config.data, processor)
+    (batch,) = PromptLoader(data, config.data, batch_size=8, shuffle=True)
+    samples = pickle.loads(pickle.dumps(DataProto.from_dict(non_tensors=batch).repeat(2)))
+
+    async def run() -> list[AgentLoopOutput]:
+        engine = HFEngine(
+            EngineSpec(
+                name="e",
+                engine="",
+                config=replace(config.actor_rollout_ref.rollout, dtype="float32", load_format="auto"),
+                model=HFModelConfig(path=str(one_model)),
+                device="cpu",
+                max_model_len=256,
+                seed=0,
+            )
+        )
+        await engine.start()
+        servers = ServerManager([Handle(engine)], timeout_s=100.0)
+        options = SamplingOptions(max_tokens=NUM_RESPONSE, temperature=1.0).as_dict()
+        loops = [SingleTurnAgentLoop(DictConfigWrap(config), servers, tokenizer) for _ in range(len(samples))]
+        columns = samples.non_tensor_batch
+        calls = [
+            loop.run(options, **{name: values[number] for name, values in columns.items()})
+            for number, loop in enumerate(loops)
+        ]
+        outputs = await asyncio.gather(*calls)
+        await engine.shutdown()
+        return outputs
+
+    generated = to_batch(
+        asyncio.run(run()), prompt_length=NUM_PROMPT, response_length=NUM_RESPONSE, pad_token_id=tokenizer.pad_token_id
+    )
+    whole = samples.union(generated)
+    results = ranks.run(scored, 2, one_model, whole)
+    found = torch.cat([result[0] for result in results])
+    mask = whole.batch["response_mask"].bool()
+    assert mask.sum() > 40
+    torch.testing.assert_close(found[mask], whole.batch["rollout_log_probs"][mask], atol=1e-4, rtol=0.0)
+
+
+def scored(path: Path, data: DataProto) -> Any:
+    return make_engine(path).compute_log_prob(own_rows(data), temperature=1.0, limits=SMALL)

@@ -1,0 +1,101 @@
+"""What a model that sees is called with, for sequences with pictures in rows.
+
+Positions are those of the model's own `get_rope_index`. Tokens of pictures in a prompt are replaced by what the vision
+tower makes of them; such a token that was generated is embedded like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.utils.pictures import Picture, PictureProcessor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """The pictures of some sequences, and what computes their patches."""
+
+    processor: PictureProcessor
+    pictures: Sequence[Sequence[Picture]]
+    """Of each sequence, in their order."""
+
+    def of(self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Seen:
+        """`input_ids` and `attention_mask` [sequences, columns], padding anywhere. Opens the pictures.
+
+        Raises PictureError for one that cannot be opened, ValueError for a sequence with fewer tokens for pictures than
+        its pictures have.
+        """
+        own = self.processor.inputs([picture for row in self.pictures for picture in row])
+        wanted = self._wanted(own).to(input_ids.device)
+        is_token = (input_ids == self.processor.token_id) & attention_mask.bool()
+        stands_in = is_token & (is_token.cumsum(1) <= wanted[:, None])
+        if not torch.equal(stands_in.sum(1), wanted):
+            raise ValueError(f"pictures become {wanted.tolist()} tokens, and there are {stands_in.sum(1).tolist()}")
+        given = {name: tensor.to(input_ids.device) for name, tensor in own.items()}
+        plain = input_ids.masked_fill((input_ids == self.processor.token_id) & ~stands_in, self.processor.other_id)
+        transformer: Any = model
+        positions, deltas = transformer.model.get_rope_index(
+            plain,
+            mm_token_type_ids=stands_in.int(),
+            image_grid_thw=given.get("image_grid_thw"),
+            attention_mask=attention_mask,
+        )
+        inputs = {"input_ids": plain, "attention_mask": attention_mask, "position_ids": positions, **given}
+        return Seen(inputs=inputs, deltas=deltas.reshape(-1, 1), token_ids=input_ids)
+
+    def require(self, token_ids: Sequence[int]) -> None:
+        """Of one sequence: raises what `of` would raise."""
+        wanted = int(self._wanted(self.processor.inputs(self.pictures[0])))
+        found = sum(token == self.processor.token_id for token in token_ids)
+        if found < wanted:
+            raise ValueError(f"pictures become {wanted} tokens, and there are {found}")
+
+    def _wanted(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[sequences]: how many tokens become of the pictures of each."""
+        grids = inputs.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
+        sums = torch.cat([torch.zeros(1, dtype=torch.long), self.processor.counts(grids).cumsum(0)])
+        ends = sums[torch.tensor([len(row) for row in self.pictures]).cumsum(0)]
+        return ends.diff(prepend=ends.new_zeros(1))
+
+    def with_blank(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[Sight, Any, Any]:
+        """The same and a last row with a blank picture, if nothing else is to be seen: where the ranks of a model that
+        is sharded gather its tower together, each has to call it, and its gradient is zero."""
+        if any(self.pictures):
+            return self, input_ids, attention_mask
+        blank = self.processor.blank()
+        count = int(self.processor.counts(self.processor.inputs([blank])["image_grid_thw"]))
+        missing = max(count - input_ids.shape[1], 0)
+        row = input_ids.new_full((1, input_ids.shape[1] + missing), self.processor.token_id)
+        mask = (torch.arange(row.shape[1], device=row.device) < count).to(attention_mask.dtype)
+        widened = (nn.functional.pad(each, (0, missing)) for each in (input_ids, attention_mask))
+        ids, masks = (torch.cat([each, new]) for each, new in zip(widened, (row, mask[None]), strict=True))
+        return Sight(processor=self.processor, pictures=[*self.pictures, [blank]]), ids, masks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Rows with their pictures."""
+
+    inputs: dict[str, Any]
+    """What to call the model with, beside options."""
+    deltas: torch.Tensor
+    """[sequences, 1]: how much the position of a next token differs from the number of tokens before it."""
+    token_ids: torch.Tensor
+    """[sequences, columns], of which `inputs` have another token in the place of generated ones for pictures."""
+
+    @contextmanager
+    def embedded(self, model: nn.Module) -> Iterator[None]:
+        """In this block the model embeds `token_ids`."""
+        transformer: Any = model
+        embeddings = transformer.get_input_embeddings()
+        handle = embeddings.register_forward_pre_hook(lambda module, args: (self.token_ids, *args[1:]))
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -16,8 +16,8 @@ from ..config import CheckpointEngineConfig
 from ..errors import ConfigError
 from ..publisher.hosts import HERE
 from ..publisher.model_source import ModelSource
-from ..publisher.publisher import CheckedReplica, PublishingRank, WeightPublisher
-from ..publisher.ranks import Ranks
+from ..publisher.publisher import CheckedReplica, WeightPublisher
+from ..publisher.ranks import PublishingRank, Ranks
 from .published import host_id
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from verl.utils.builtin.tiny import make_tiny_model
 from verl.utils.config import ConfigError
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.engine import EngineSpec
+from verl.workers.rollout.errors import NotFinite
 from verl.workers.rollout.hf.batch import DecodeBatch
 from verl.workers.rollout.hf.engine import HFEngine
 from verl.workers.rollout.hf.routes import RouteWatch
@@ -164,6 +165,35 @@ async def test_the_engine_tells_the_experts_of_every_token_that_it_read(tmp_path
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = chosen_by(path, [*prompt, *output.token_ids])[:-1]  # the last token was not read
         assert np.array_equal(np.sort(output.routed_experts), np.sort(expected))
+
+
+async def test_weights_that_give_no_probabilities_fail_requests_and_not_the_engine(tiny_models):
+    engine = HFEngine(
+        EngineSpec(
+            name="replica-0",
+            engine="hf",
+            config=RolloutConfig(name="hf", load_format="auto"),
+            model=HFModelConfig(path=str(tiny_models[1])),
+            device="cpu",
+            max_model_len=64,
+            seed=1,
+        )
+    )
+    await engine.start()
+    norm = engine._model.get_parameter("model.norm.weight")
+    kept = norm.detach().clone()
+    with torch.no_grad():
+        norm.fill_(float("inf"))
+    request = ([5, 6, 7], SamplingOptions(max_tokens=2, ignore_eos=True))
+    asked = [engine.generate(*request, str(number)) for number in range(2)]
+    for failure in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(failure, NotFinite)
+        assert str(failure).startswith("replica-0: the policy's logits are not finite with the weights of version -1")
+    await engine.health()
+    with torch.no_grad():
+        norm.copy_(kept)
+    assert len((await engine.generate(*request, "later")).token_ids) == 2
+    await engine.shutdown()
 
 
 def test_a_model_without_routers_is_told(model):

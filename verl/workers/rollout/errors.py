@@ -2,6 +2,7 @@
 
 RolloutError
 ├── NoWeights        asked to generate before any weights were activated, or after an activation failed
+├── NotFinite        the policy's weights give logits that are no numbers
 ├── ReplicaDied      the server process, or the engine behind it, is gone
 └── ReplicaTimeout   no answer within the deadline
 
@@ -16,6 +17,10 @@ class RolloutError(Exception):
 
 
 class NoWeights(RolloutError):
+    pass
+
+
+class NotFinite(RolloutError):
     pass
 
 

@@ -33,7 +33,7 @@ from verl.workers.hf.probing import Build
 from verl.workers.hf.seeing import Sight
 from verl.workers.hf.wrapped import conversion_between
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
-from verl.workers.rollout.errors import ReplicaDied, RolloutError
+from verl.workers.rollout.errors import NotFinite, ReplicaDied, RolloutError
 from verl.workers.rollout.hf.batch import DecodeBatch, Decoding
 from verl.workers.rollout.hf.decoding import find_decoding
 from verl.workers.rollout.hf.routes import RouteWatch
@@ -255,16 +255,36 @@ class HFEngine:
                     self._admit()
                     self._stepping = bool(self._active)
                 if self._stepping:
-                    tokens, log_probs = await self._in_model_thread(self._step)
-                    async with self._changed:
-                        self._stepping = False
-                        self._record(tokens, log_probs)
-                        self._changed.notify_all()
+                    await self._decode_once()
         except Exception as exc:
             for request in (*self._active, *self._waiting):
                 if not request.output.done():
                     request.output.set_exception(ReplicaDied(f"{self._spec.name}: decoding failed: {exc!r}"))
             raise
+
+    async def _decode_once(self) -> None:
+        """Of weights that cannot be sampled from the requests fail; the engine waits for better ones."""
+        try:
+            found, refusal = await self._in_model_thread(self._step), None
+        except NotFinite as exc:
+            found, refusal = None, exc
+        async with self._changed:
+            self._stepping = False
+            if found is not None:
+                self._record(*found)
+            else:
+                self._refuse(
+                    f"{self._spec.name}: {refusal} with the weights of version {self._version}: the policy has "
+                    "diverged. Resume from an earlier checkpoint (trainer.resume_mode=resume_path) with a lower "
+                    "learning rate"
+                )
+            self._changed.notify_all()
+
+    def _refuse(self, why: str) -> None:
+        for request in self._active:
+            if not request.output.done():
+                request.output.set_exception(NotFinite(why))
+        self._active.clear()
 
     def _can_step(self) -> bool:
         if self._pause_mode is None:

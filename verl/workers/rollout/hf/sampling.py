@@ -13,6 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from verl.workers.rollout.errors import NotFinite
 from verl.workers.rollout.records import SamplingOptions
 
 
@@ -34,7 +35,9 @@ def process(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, options: Sequence[SamplingOptions], generators: Sequence[torch.Generator]
 ) -> tuple[list[int], list[float]]:
-    """Token and log-prob of each row of `logits` [rows, vocabulary]; row i follows `options[i]` and `generators[i]`."""
+    """Token and log-prob of each row of `logits` [rows, vocabulary]; row i follows `options[i]` and `generators[i]`.
+
+    Raises NotFinite for a row that has no probabilities: one of its logits is NaN or positive infinity."""
     alike: dict[tuple[float, int, float], list[int]] = defaultdict(list)
     for row, option in enumerate(options):
         alike[option.temperature, option.top_k, option.top_p].append(row)
@@ -42,6 +45,8 @@ def sample(
     chosen = torch.empty(len(options))
     for rows in alike.values():
         log_probs = process(logits[rows], options[rows[0]])
+        if log_probs.isnan().any():
+            raise NotFinite("the policy's logits are not finite")
         if options[rows[0]].temperature == 0:
             picked = log_probs.argmax(-1)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tests.checkpoint_engine.publisher.test_remote_node import remote, serving
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.engines.sglang.orders import Report, reports_of, write_report
 from verl.checkpoint_engine.errors import ActivationError, ConfigError
+from verl.checkpoint_engine.parameter_server.endpoints import AGAIN_S
+from verl.checkpoint_engine.parameter_server.writers import Writer
 from verl.checkpoint_engine.publisher.host_claims import HostClaims
 from verl.checkpoint_engine.publisher.remote_node import ReportsThere
 from verl.checkpoint_engine.publisher.reports import Reports, ReportsHere
@@ -126,6 +129,22 @@ async def test_a_server_of_a_host_is_one_publishers_until_that_lets_go_of_it(pla
             await first.claim(URL, "first")
         await second.release(URL)
         await first.claim(URL, "first")
+    assert soon(lambda: left_in(tmp_path) == [])
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_claim_waits_for_a_rescue_that_has_the_server(place: str, tmp_path: Path):
+    rescuer = Writer.here("publisher").rescuer().who
+    async with reports_at(place, tmp_path) as reports:
+        rescue = HostClaims(tmp_path)
+        assert rescue.claim(URL, rescuer)
+        claiming = asyncio.create_task(reports.claim(URL, "publisher of process 2 on a"))
+        done, _ = await asyncio.wait([claiming], timeout=3 * AGAIN_S)
+        assert not done
+        rescue.close()
+        assert await claiming
+        with pytest.raises(ConfigError, match="is written by another: the publisher of process 2 on a"):
+            rescue.claim(URL, rescuer, waits=True)
     assert soon(lambda: left_in(tmp_path) == [])
 
 

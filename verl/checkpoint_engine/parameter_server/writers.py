@@ -19,6 +19,8 @@ import msgspec
 
 from ..errors import ActivationError, ConfigError
 
+RESCUE = "rescue after the "
+"""How a writer is called that sees after the servers of one that has ended, before that one's name."""
 LEASE_S = 60.0
 """For which a claim stands, unless it is renewed."""
 
@@ -46,7 +48,7 @@ class Writer(msgspec.Struct, frozen=True):
 
     def rescuer(self) -> Writer:
         """Who has this one's claims, once its process has ended."""
-        return Writer(self.id, f"rescue after the {self.who}", machine="", pid=0, started="", rescues=True)
+        return Writer(self.id, f"{RESCUE}{self.who}", machine="", pid=0, started="", rescues=True)
 
     @property
     def is_gone(self) -> bool:

@@ -14,9 +14,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..parameter_server.writers import RESCUE
 
 PREFIX = "sglang-writer-"
 _open: weakref.WeakSet[HostClaims] = weakref.WeakSet()
+
+
+class _Anothers(Exception):
+    def __init__(self, who: str) -> None:
+        super().__init__(who)
+        self.who = who
+
+    @property
+    def is_soon_done(self) -> bool:
+        """Of a rescue, which may not have written its name yet."""
+        return not self.who or self.who.startswith(RESCUE)
 
 
 def _forget_all() -> None:
@@ -35,11 +47,12 @@ class HostClaims:
         self._files: dict[str, int] = {}
         _open.add(self)
 
-    def claim(self, url: str, who: str) -> str:
+    def claim(self, url: str, who: str, *, waits: bool = False) -> str | None:
         """Make the server at `url` this one's, if it is not yet: what tells it from others of this host. `who` it is,
         others are told.
 
-        Raises ConfigError that says whose it is.
+        Raises ConfigError that says whose it is. `waits`: returns None instead while it is that of a rescue, which is
+        soon done.
         """
         name = _name_of(url)
         while name not in self._files:
@@ -47,7 +60,17 @@ class HostClaims:
                 file = os.open(self._shm_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as exc:
                 raise ConfigError(f"the server at {url} cannot be claimed in {self._shm_dir}: {exc.strerror}") from exc
-            if self._is_taken(file, name, url):
+            try:
+                is_taken = self._is_taken(file, name)
+            except _Anothers as exc:
+                if waits and exc.is_soon_done:
+                    return None
+                raise ConfigError(
+                    f"the server at {url} is written by another: the {exc.who or f'process that has locked {name}'}. "
+                    "Close that one first",
+                    member=url,
+                ) from None
+            if is_taken:
                 os.ftruncate(file, 0)
                 os.pwrite(file, who.encode(), 0)
                 self._files[name] = file
@@ -55,18 +78,14 @@ class HostClaims:
                 os.close(file)
         return name
 
-    def _is_taken(self, file: int, name: str, url: str) -> bool:
-        """False if whoever had it has removed it until now."""
+    def _is_taken(self, file: int, name: str) -> bool:
+        """False if whoever had it has removed it until now. Raises _Anothers; `file` is closed then."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = os.pread(file, 4096, 0).decode(errors="replace")
             os.close(file)
-            raise ConfigError(
-                f"the server at {url} is written by another: the {who or f'process that has locked {name}'}. Close "
-                "that one first",
-                member=url,
-            ) from None
+            raise _Anothers(who) from None
         with suppress(FileNotFoundError):
             return os.path.samestat(os.stat(self._shm_dir / name), os.fstat(file))
         return False

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Protocol
 
 from ..engines.sglang.orders import read_reports
 from ..errors import ActivationError
 from ..memory.janitor import Janitor
+from ..parameter_server.endpoints import AGAIN_S
+from ..parameter_server.writers import LEASE_S
 from .host_claims import HostClaims
 
 PREFIX = "sglang-reports-"
@@ -31,7 +35,7 @@ class Reports(Protocol):
         ...
 
     async def claim(self, url: str, who: str) -> str:
-        """As `HostClaims.claim`, on that host. Raises ConfigError, TransportError."""
+        """As `HostClaims.claim`, on that host. Waits for a rescue that has it. Raises ConfigError, TransportError."""
         ...
 
     async def release(self, url: str) -> None: ...
@@ -70,7 +74,12 @@ class ReportsHere:
             shutil.rmtree(directory, ignore_errors=True)
 
     async def claim(self, url: str, who: str) -> str:
-        return self._claims.claim(url, who)
+        deadline_s = time.monotonic() + LEASE_S
+        while True:
+            name = self._claims.claim(url, who, waits=time.monotonic() < deadline_s)
+            if name is not None:
+                return name
+            await asyncio.sleep(AGAIN_S)
 
     async def release(self, url: str) -> None:
         self._claims.release(url)

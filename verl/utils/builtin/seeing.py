@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.builtin.tiny import save_model
+from verl.utils.builtin.tiny import save_model, vary_vectors
 from verl.utils.builtin.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, build_tokenizer
 from verl.utils.config import ConfigError, did_you_mean
 
@@ -38,15 +38,9 @@ def make_tiny_seeing_model(
 ) -> Path:
     """Write one with random weights, its tokenizer and its image processor to `directory`; returns it. `fields`: see
     `build_seeing_model`. The same arguments give the same bytes. Raises ConfigError for an unknown architecture."""
-    import torch
-
     tokenizer = seeing_tokenizer()
     model = build_seeing_model(tokenizer, architecture, seed=seed, dtype=dtype, **fields)
-    with torch.no_grad():  # a norm weight of all ones would hide a mixed-up tensor
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1)
+    vary_vectors(model, seed)
     save_seeing_model(model, tokenizer, directory)
     return Path(directory)
 

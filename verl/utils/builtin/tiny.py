@@ -36,8 +36,6 @@ def make_tiny_model(
     32) and that tensor parallel 2 can divide. The experts of a mixture have half the `intermediate_size`. Raises
     ConfigError for an unknown architecture.
     """
-    import torch
-
     intermediate_size = intermediate_size or 2 * hidden_size
     mixture = {
         "num_experts": EXPERTS,
@@ -62,13 +60,20 @@ def make_tiny_model(
         max_position_embeddings=max_position_embeddings,
         **(mixture if architecture.endswith("_moe") else {}),
     )
-    with torch.no_grad():  # a norm weight of all ones would hide a mixed-up tensor
+    vary_vectors(model, seed)
+    save_model(model, tokenizer, directory)
+    return Path(directory)
+
+
+def vary_vectors(model: PreTrainedModel, seed: int) -> None:
+    """Add noise to every parameter of one dimension: a norm weight of all ones would hide a mixed-up tensor."""
+    import torch
+
+    with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1)
-    save_model(model, tokenizer, directory)
-    return Path(directory)
 
 
 def build_model(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer.output_lock import NAME, only_run_in
+from verl.trainer.output_lock import NAME, is_written, only_run_in
 from verl.utils.config import ConfigError
 
 HOLDER = """
@@ -44,9 +44,11 @@ def test_a_second_run_is_told_who_has_the_directory_and_what_to_change(tmp_path:
 
 
 def test_the_directory_of_a_run_that_was_killed_is_free(tmp_path: Path, holder: subprocess.Popen[str]):
+    assert is_written(tmp_path)
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     assert (tmp_path / NAME).exists()
+    assert not is_written(tmp_path)
     with only_run_in(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -26,6 +26,7 @@ from verl.cli.report_data import about, report_data
 from verl.cli.run_files import WATCHED, RunFiles, read_run
 from verl.cli.samples import decoder, read_samples, sample_directories
 from verl.trainer.output_lock import NAME as RUNNING
+from verl.trainer.output_lock import is_written
 from verl.utils.console import step_line
 
 SECONDS = 1.0
@@ -90,7 +91,7 @@ class Watched:
             decode = decoder(None, run)
             directories = sample_directories(self.directory)
             shown = read_samples(directories, steps=SAMPLED_STEPS, per_step=SAMPLES, decode=decode)
-            data = report_data(run, shown) | {"decoded": decode is not None, "goes_on": _goes_on(run)}
+            data = report_data(run, shown) | {"decoded": decode is not None, "goes_on": is_written(run.directory)}
             self._seen = Seen(stamp=stamp, data=records.encoded(data | {"token": self.token}))
         return self._seen.data
 
@@ -161,7 +162,7 @@ def _lines(run: RunFiles, read: Callable[[], RunFiles], wait: Callable[[], None]
     yield from (f"{name}: {text}" for name, text in about(run))
     told_steps, told_incidents, total = 0, 0, _total(run)
     while True:
-        goes_on = _goes_on(run)
+        goes_on = is_written(run.directory)
         for record in run.metrics[told_steps:]:
             measured = {name: value for name, value in record.items() if isinstance(value, (int, float))}
             yield from step_line(measured, int(measured.get("step", 0)), total, width).splitlines()
@@ -173,11 +174,6 @@ def _lines(run: RunFiles, read: Callable[[], RunFiles], wait: Callable[[], None]
             return
         wait()
         run = read()
-
-
-def _goes_on(run: RunFiles) -> bool:
-    """A run that was killed leaves its mark; a page says how long nothing has changed."""
-    return (run.directory / RUNNING).exists()
 
 
 def _total(run: RunFiles) -> int | None:

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from verl.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,18 @@ def only_run_in(directory: Path) -> Iterator[None]:
         finally:
             if file is not None:
                 path.unlink(missing_ok=True)
+
+
+def is_written(directory: Path) -> bool:
+    """Whether a run writes to `directory`, as far as that can be seen from this host: of one that was killed elsewhere
+    the file is left."""
+    try:
+        owner = json.loads((directory / NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except ValueError:  # it is being written
+        return True
+    return bool(owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]))
 
 
 @contextmanager

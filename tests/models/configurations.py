@@ -314,6 +314,8 @@ STATE_SPACE: dict[str, Config] = {
         _WIDE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, conv_dim=128, block_dim=128
     ),
     "lfm2_moe": _like(_WIDE, _EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "xlstm": _only(hidden_size=128, num_heads=4, num_blocks=2, chunk_size=16),
+    "rwkv": _only(hidden_size=64, num_hidden_layers=2, context_length=256),
     "kimi_linear": _like(
         _LATENT,
         _EQUAL_HEADS,

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tests.models import cases
-from tests.models.architectures import ARCHITECTURES, write_checkpoint
+from tests.models.architectures import ARCHITECTURES, NOT_COMPUTED, write_checkpoint
 from tests.models.cases import Built, differences
 
-REFUSED: dict[str, str] = {}
+REFUSED = NOT_COMPUTED
 """Architecture: what its refusal says, in the words of the message. Every property of its row is then "refused"."""
 
 STRETCHED = frozenset({"phi3-longrope", "llama-dynamic"})

@@ -59,6 +59,8 @@ NOT_RUN = {
     "diffllama": ("does not dispatch through the Transformers attention interface",),
     "codegen": ("Model architectures ['CodeGenForCausalLM'] ",),
     "gpt_neo": ("Model architectures ['GPTNeoForCausalLM'] ",),
+    "rwkv": ("Model architectures ['RwkvForCausalLM'] ",),
+    "xlstm": ("Argument position_ids not found in the forward method of",),
     "bamba": ("does not dispatch through the Transformers attention interface",),
     "minimax": ("does not dispatch through the Transformers attention interface",),
     "recurrent_gemma": ("does not dispatch through the Transformers attention interface",),

@@ -180,7 +180,7 @@ LONGEST = "stretches positions as the largest one in a call asks"
 REFUSED = {
     **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"), STATES),
     **dict.fromkeys(("mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"), STATES),
-    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "zamba2", "qwen3_5", "qwen3_5_moe"), STATES),
+    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "zamba2", "qwen3_5", "qwen3_5_moe", "xlstm", "rwkv"), STATES),
     **dict.fromkeys(("bloom", "codegen", "falcon-alibi", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mpt"), EAGER),
     **dict.fromkeys(("vaultgemma", "xglm"), EAGER),
     **dict.fromkeys(("biogpt", "falcon", "stablelm"), OWN),

@@ -6,7 +6,6 @@ reinforcement learning has to raise a reward by.
 
 from __future__ import annotations
 
-import logging
 import random
 from dataclasses import dataclass
 from itertools import islice
@@ -22,9 +21,7 @@ from verl.utils.builtin.seeing import (
     seeing_tokenizer,
 )
 from verl.utils.builtin.shapes import Drawing, drawings
-from verl.utils.builtin.warmup import IGNORED, one_thread
-
-logger = logging.getLogger(__name__)
+from verl.utils.builtin.warmup import IGNORED, one_thread, warm_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +134,4 @@ def _train(model: Any, batches: _Batches, recipe: TinyQwen25VLRecipe) -> None:
         optimizer.zero_grad()
         return float(loss.item())
 
-    losses: list[float] = []
-    last = 10
-    while len(losses) < recipe.max_counting_steps and (
-        len(losses) < last or sum(losses[-last:]) > last * recipe.counting_loss
-    ):
-        losses.append(step(min((len(losses) + 1) / recipe.ramp_steps, 1.0), habit=False))
-        if len(losses) % 25 == 0:
-            logger.info("  warm-up step %d, loss %.3f", len(losses), losses[-1])
-    logger.info("  can count after %d steps", len(losses))
-    for done in range(recipe.habit_steps):
-        step(1 - done / recipe.habit_steps, habit=True)
+    warm_up(step, recipe.counting_loss, recipe.max_counting_steps, recipe.ramp_steps, recipe.habit_steps, "can count")

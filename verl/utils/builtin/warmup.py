@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.utils.builtin.arithmetic import ArithmeticRecipe, problems, question
 from verl.utils.builtin.tiny import build_model, save_model
@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100
 Problem = tuple[int, int]
+
+
+class Step(Protocol):
+    def __call__(self, factor: float, *, habit: bool) -> float:
+        """The loss of a step with this share of the learning rate, on answers with the habit or without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,19 @@ def make_warm_model(directory: Path, recipe: TinyQwen2Recipe) -> None:
     save_model(model.to(torch.bfloat16), tokenizer, directory)
 
 
+def warm_up(step: Step, good_loss: float, most_steps: int, ramp_steps: int, habit_steps: int, what: str) -> None:
+    """Steps until ten in a row have at most `good_loss` in the mean, for which the rate rises during `ramp_steps`; then
+    `habit_steps`, for which it falls to zero."""
+    losses: list[float] = []
+    while len(losses) < most_steps and (len(losses) < 10 or sum(losses[-10:]) > 10 * good_loss):
+        losses.append(step(min((len(losses) + 1) / ramp_steps, 1.0), habit=False))
+        if len(losses) % 25 == 0:
+            logger.info("  warm-up step %d, loss %.3f", len(losses), losses[-1])
+    logger.info("  %s after %d steps", what, len(losses))
+    for done in range(habit_steps):
+        step(1 - done / habit_steps, habit=True)
+
+
 def _train(model: Any, tokenizer: Any, recipe: TinyQwen2Recipe) -> None:
     """Steps at a constant learning rate until the model adds, which takes more or fewer by luck; then the habit."""
     chooser = random.Random(recipe.seed)
@@ -118,14 +136,7 @@ def _train(model: Any, tokenizer: Any, recipe: TinyQwen2Recipe) -> None:
                 group["lr"] = recipe.learning_rate * factor * group.get("share", 1.0)
         return _step(model, optimizers, *_batch(tokenizer, chosen, answers))
 
-    losses: list[float] = []
-    while len(losses) < recipe.max_adding_steps and (len(losses) < 10 or sum(losses[-10:]) > 10 * recipe.adding_loss):
-        losses.append(step(min((len(losses) + 1) / recipe.ramp_steps, 1.0), habit=False))
-        if len(losses) % 25 == 0:
-            logger.info("  warm-up step %d, loss %.3f", len(losses), losses[-1])
-    logger.info("  can add after %d steps", len(losses))
-    for done in range(recipe.habit_steps):
-        step(1 - done / recipe.habit_steps, habit=True)
+    warm_up(step, recipe.adding_loss, recipe.max_adding_steps, recipe.ramp_steps, recipe.habit_steps, "can add")
 
 
 def _step(model: Any, optimizers: Sequence[torch.optim.Optimizer], input_ids: Any, labels: Any) -> float:

@@ -172,19 +172,36 @@ def waits_for_a_process(): subprocess.run([sys.executable, "-c", "import time; t
 def dies(): os.kill(os.getpid(), signal.SIGKILL)
 def exits(): os._exit(3)
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, how):
-    return globals()[how]() if solution_str == "22" else {"score": 1.0, "acc": True, "process": os.getpid()}
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, how, begun):
+    if solution_str != "22":
+        return {"score": 1.0, "acc": True, "process": os.getpid()}
+    open(begun, "w").close()
+    return globals()[how]()
 """
+
+
+class Clock:
+    """An hour passes at each look while all that is not done are `hanging` samples, and `begun()`."""
+
+    def __init__(self, begun, *hanging):
+        self._begun, self._hanging, self._hours, self.manager = begun, hanging, 0, None
+
+    def __call__(self):
+        workers = self.manager._pool._workers if self.manager else []
+        doing = [position for worker in workers for position in worker.positions]
+        if doing and set(doing) <= set(self._hanging) and all(worker.ready for worker in workers):
+            self._hours += bool(self._begun())
+        return time.monotonic() + 3600 * self._hours
 
 
 @pytest.mark.parametrize(
     ("how", "why", "num_workers"),
     [
-        ("sleeps", "longer than reward_model.timeout_s=5", 2),
-        ("never_lets_go_of_the_lock", "longer than reward_model.timeout_s=5", 1),
-        ("ignores_signals", "longer than reward_model.timeout_s=5", 2),
-        ("awaits_for_ever", "longer than reward_model.timeout_s=5", 1),
-        ("waits_for_a_process", "longer than reward_model.timeout_s=5", 2),
+        ("sleeps", "longer than reward_model.timeout_s=30", 2),
+        ("never_lets_go_of_the_lock", "longer than reward_model.timeout_s=30", 1),
+        ("ignores_signals", "longer than reward_model.timeout_s=30", 2),
+        ("awaits_for_ever", "longer than reward_model.timeout_s=30", 1),
+        ("waits_for_a_process", "longer than reward_model.timeout_s=30", 2),
         ("dies", "its process was killed by signal 9", 1),
         ("dies", "its process was killed by signal 9", 2),
         ("exits", "its process ended with exit code 3", 1),
@@ -192,8 +209,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, h
 )
 def test_a_response_whose_scoring_does_not_end_is_named_and_gets_0(tmp_path, caplog, num_workers, how, why):
     (tmp_path / "reward.py").write_text(HANGING)
-    config = CustomRewardFunctionConfig(path=str(tmp_path / "reward.py"), reward_kwargs={"how": how})
-    with NaiveRewardManager(TOKENIZER, load_reward_function(config), num_workers, timeout_s=5) as manager:
+    begun = tmp_path / "begun"
+    given = {"how": how, "begun": str(begun)}
+    config = CustomRewardFunctionConfig(path=str(tmp_path / "reward.py"), reward_kwargs=given)
+    clock = Clock(begun.exists, *([1] if "timeout_s" in why else []))
+    with NaiveRewardManager(TOKENIZER, load_reward_function(config), num_workers, clock=clock) as manager:
+        clock.manager = manager
         output = manager(make_batch(["1", "22", "333", "4"]))
     assert output.reward_tensor.sum(-1).tolist() == [1.0, 0.0, 1.0, 1.0]
     assert output.abandoned == [1]
@@ -214,6 +235,7 @@ def test_samples_that_hang_are_told_of_one_by_one_and_scoring_ends_when_there_ar
         time.sleep(600)
 
     told = []
+    clock = Clock(lambda: seen.exists() and len(seen.read_text()) > len(told), 0, 1)
 
     def given_up(failure):
         told.append(failure)
@@ -221,9 +243,10 @@ def test_samples_that_hang_are_told_of_one_by_one_and_scoring_ends_when_there_ar
             raise RewardError("enough")
 
     with (
-        NaiveRewardManager(TOKENIZER, compute_score, timeout_s=1) as manager,
+        NaiveRewardManager(TOKENIZER, compute_score, clock=clock) as manager,
         pytest.raises(RewardError, match="enough"),
     ):
+        clock.manager = manager
         manager(make_batch(["1", "2", "3", "4"]), given_up)
     assert seen.read_text() == "12"
     assert [failure.split(" (")[0] for failure in told] == ["sample 0", "sample 1"]
@@ -237,7 +260,9 @@ def test_what_a_hanging_function_has_started_ends_with_it(tmp_path):
         file.write_text(str(child.pid))
         child.wait()
 
-    with NaiveRewardManager(TOKENIZER, compute_score, timeout_s=5) as manager:
+    clock = Clock(lambda: file.exists() and file.read_text(), 0)
+    with NaiveRewardManager(TOKENIZER, compute_score, clock=clock) as manager:
+        clock.manager = manager
         assert manager(make_batch(["1"])).abandoned == [0]
     deadline = time.monotonic() + 60
     while (runs := _runs(int(file.read_text()))) and time.monotonic() < deadline:

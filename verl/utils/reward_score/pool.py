@@ -30,6 +30,8 @@ TALK_S = 30.0
 """Longest that half a message may take: somebody has stopped the process."""
 ENDING_S = 1.0
 """A process that has closed its end of the line is about to end."""
+LOOK_S = 1.0
+"""Between two looks at the clock, if nothing comes."""
 SAMPLES_AT_ONCE = 64
 _COMMAND = """import sys
 sys.path[:] = sys.argv[3:]
@@ -55,18 +57,21 @@ class ScoringPool:
     Used by one thread at a time.
     """
 
-    def __init__(self, function: bytes, *, num_workers: int, timeout_s: float) -> None:
-        """`function` is pickled. `timeout_s` is the deadline of one sample."""
+    def __init__(
+        self, function: bytes, *, num_workers: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`function` is pickled. `timeout_s` is the deadline of one sample, by `clock`."""
         self._function = function
         self._num_workers = num_workers
         self._timeout_s = timeout_s
+        self._clock = clock
         self._workers: list[_Worker] = []
         weakref.finalize(self, _end_all, self._workers)
 
     def start(self) -> None:
         """Begin to start the processes; does not wait for them."""
         while len(self._workers) < self._num_workers:
-            self._workers.append(_Worker(self._function, self._timeout_s))
+            self._workers.append(_Worker(self._function, self._timeout_s, self._clock))
 
     def close(self) -> None:
         """End the processes. Idempotent; the next `score` starts new ones."""
@@ -116,7 +121,7 @@ class ScoringPool:
         if not waited_for:
             return False
         soonest = min(worker.deadline for worker in waited_for.values())
-        answered = wait(list(waited_for), timeout=max(0.0, soonest - time.monotonic()))
+        answered = wait(list(waited_for), timeout=min(max(0.0, soonest - self._clock()), LOOK_S))
         for connection, worker in waited_for.items():
             why = None
             if connection in answered:
@@ -125,7 +130,7 @@ class ScoringPool:
                         return True
                 except (EOFError, OSError):
                     why = f"its process {worker.end(ENDING_S)}"
-            elif time.monotonic() >= worker.deadline:
+            elif self._clock() >= worker.deadline:
                 why = f"it took longer than reward_model.timeout_s={self._timeout_s:g}"
             if why is not None:
                 given_up(self._replace(worker, why, queue, outcomes), why)
@@ -137,7 +142,7 @@ class ScoringPool:
         """The position of the sample that is given up."""
         self._drop(worker)
         if not worker.ready:
-            late = time.monotonic() >= worker.deadline
+            late = self._clock() >= worker.deadline
             how = f"was not there within {START_S:g} s" if late else worker.end()
             raise ScoringError(f"a process that scores {how} while it started")
         position = worker.positions.popleft()
@@ -154,7 +159,7 @@ class ScoringPool:
 class _Worker:
     """One process. `positions` are those of the samples that it has and has not answered, in order."""
 
-    def __init__(self, function: bytes, timeout_s: float) -> None:
+    def __init__(self, function: bytes, timeout_s: float, clock: Callable[[], float]) -> None:
         ours, theirs = socket.socketpair()
         seconds = struct.pack("ll", int(TALK_S), 0)
         for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -169,8 +174,8 @@ class _Worker:
         self.connection = Connection(ours.detach())
         self.positions: deque[int] = deque()
         self.ready = False
-        self.deadline = time.monotonic() + START_S
-        self._timeout_s = timeout_s
+        self._clock, self._timeout_s = clock, timeout_s
+        self.deadline = clock() + START_S
         self._end = ""
         with contextlib.suppress(OSError):  # dead already: reading will tell
             self.connection.send((timeout_s, function))
@@ -179,12 +184,12 @@ class _Worker:
         """Raises OSError if the process is gone."""
         self.connection.send([(position, dict(samples[position])) for position in positions])
         self.positions.extend(positions)
-        self.deadline = time.monotonic() + self._timeout_s
+        self.deadline = self._clock() + self._timeout_s
 
     def read(self, outcomes: list[Outcome | Abandoned | None]) -> bool:
         """Take one message. Whether the function has raised; raises EOFError or OSError if the process is gone."""
         message = self.connection.recv()
-        self.deadline = time.monotonic() + self._timeout_s
+        self.deadline = self._clock() + self._timeout_s
         if not self.ready:
             if isinstance(message, Raised):
                 raise ScoringError(f"the reward function cannot be loaded: {message.message}") from message.cause()

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import pickle
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -150,14 +151,16 @@ class NaiveRewardManager:
         penalty: OverlongPenalty | None = None,
         shows_prompts: bool = False,
         told: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`penalty` is added to the scores. `timeout_s` is the deadline of one response. `extra_info` has what is in
-        `told`, and with `shows_prompts` the messages of the prompt as `raw_prompt`.
+        """`penalty` is added to the scores. `timeout_s` is the deadline of one response, by `clock`. `extra_info` has
+        what is in `told`, and with `shows_prompts` the messages of the prompt as `raw_prompt`.
 
         Raises ConfigError for a function that no process can have.
         """
         self._tokenizer = tokenizer
-        self._pool = ScoringPool(_pickled(compute_score), num_workers=num_workers, timeout_s=timeout_s)
+        function = _pickled(compute_score)
+        self._pool = ScoringPool(function, num_workers=num_workers, timeout_s=timeout_s, clock=clock)
         self._reward_fn_key = reward_fn_key
         self._keep_special_tokens = keep_special_tokens
         self._penalty = penalty

@@ -150,6 +150,7 @@ def one_step_alone(directory: Path, data: DataProto) -> tuple[float, float, dict
     return loss.item(), norm.item(), {name: each.detach() for name, each in model.named_parameters()}, moved
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     ("world_size", "limits", "strategy"),
     [
@@ -172,6 +173,7 @@ def test_log_probs_equal_those_of_transformers_alone(
         torch.testing.assert_close(found, expected[place], atol=1e-4, rtol=0.0)
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     ("world_size", "limits", "options"),
     [

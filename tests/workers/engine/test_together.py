@@ -170,14 +170,16 @@ def test_models_whose_layers_run_several_times_have_few_in_probes():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["jamba", "bamba", "zamba", "zamba2", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model_type", ["jamba", "bamba", "zamba", "zamba2", "nemotron_h", "qwen3_next", "recurrent_gemma"]
+)
 def test_models_that_probes_ask_have_layers_of_each_kind(model_type):
     """Attention is some layers' alone, which configurations say in many ways: lists of kinds, of numbers, periods."""
     more = {"attn_layer_indices": [9, 18]} if model_type == "bamba" else {}
     small = Probe.of(CONFIG_MAPPING[model_type](**more), build, None).model
     names = {type(module).__name__.lower() for module in small.modules()}
     assert any(name.endswith("attention") for name in names)
-    assert any("mixer" in name or "gateddeltanet" in name for name in names)
+    assert any(part in name for name in names for part in ("mixer", "gateddeltanet", "recurrentblock"))
 
 
 def test_a_model_that_no_probe_can_build_has_one_sequence_at_a_time_and_says_why():

@@ -44,6 +44,8 @@ _STATES = (
 
 _NUMBERS = re.compile(r"_layer_(ids|indices)$")
 """Lists of the layers that are of a kind."""
+_REPEATED = re.compile(r"block_types$")
+"""Lists of kinds of layers, which begin again where they end."""
 
 SHRINKINGS = ((1, 2), (2, 2), (1, 1), (2, 1), (None, 2), (None, 1), (1, 0), (None, 0))
 """Ways to shrink, the furthest first: how many layers of each kind there are (None: all), and how narrow they become.
@@ -133,6 +135,9 @@ def _leave_out_layers(config: PretrainedConfig, of_a_kind: int) -> None:
         ):  # then the second one is of the kind
             setattr(config, name, 2)
             setattr(config, name.replace("_period", "_offset"), 1)
+    for name, value in list(vars(config).items()):
+        if _REPEATED.search(name) and isinstance(value, (list, tuple)) and value:
+            setattr(config, name, [value[layer % len(value)] for layer in range(count)])
     lists = {name: v for name, v in vars(config).items() if _is_of_layers(v, count)}
     numbers = {name: v for name, v in vars(config).items() if _NUMBERS.search(name) and isinstance(v, list)}
     seen: dict[tuple[str, ...], list[int]] = {}
@@ -214,6 +219,7 @@ def _narrow_states(config: PretrainedConfig) -> None:
             setattr(config, heads, few)
             setattr(config, width, inner // few)
     _set(config, "linear_num_heads", 2)
+    _set(config, "lru_width", 2 * WIDTH)
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
         value = _get(config, name)
         least = min(_get(config, other) or 1 for other in ("linear_num_key_heads", "linear_num_value_heads"))

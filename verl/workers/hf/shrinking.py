@@ -135,9 +135,7 @@ def _leave_out_layers(config: PretrainedConfig, of_a_kind: int) -> None:
         ):  # then the second one is of the kind
             setattr(config, name, 2)
             setattr(config, name.replace("_period", "_offset"), 1)
-    for name, value in list(vars(config).items()):
-        if _REPEATED.search(name) and isinstance(value, (list, tuple)) and value:
-            setattr(config, name, [value[layer % len(value)] for layer in range(count)])
+    _write_out_repetitions(config, count)
     lists = {name: v for name, v in vars(config).items() if _is_of_layers(v, count)}
     numbers = {name: v for name, v in vars(config).items() if _NUMBERS.search(name) and isinstance(v, list)}
     seen: dict[tuple[str, ...], list[int]] = {}
@@ -161,6 +159,12 @@ def _leave_out_layers(config: PretrainedConfig, of_a_kind: int) -> None:
     config.num_hidden_layers = len(kept)
     _set(config, "num_blocks", len(kept))
     _set(config, "num_kv_shared_layers", 0)
+
+
+def _write_out_repetitions(config: PretrainedConfig, count: int) -> None:
+    for name, value in list(vars(config).items()):
+        if _REPEATED.search(name) and isinstance(value, (list, tuple)) and value:
+            setattr(config, name, [value[layer % len(value)] for layer in range(count)])
 
 
 def _is_of_layers(values: Any, count: int) -> bool:

@@ -15,8 +15,8 @@ import pytest
 from tests.originals.batches import ON_A_HOLE, ROUNDED, WHOLE, WITH_EMPTY
 from tests.originals.draws import batches, formula_cases
 from tests.originals.original import OURS, VERL, computed, differences
+from verl.instead.names import NAMES as NAMES_INSTEAD
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-from verl.trainer.ppo.verl_names import NAMES as NAMES_INSTEAD
 from verl.workers.config.actor import LOSS_AGG_MODES
 from verl.workers.config.algorithm import REJECTIONS
 

@@ -12,7 +12,7 @@ MASK = torch.tensor([[1, 1], [1, 0]])
 def test_masked_statistics_ignore_what_stands_outside_the_mask():
     assert vf.masked_sum(VALUES, MASK).item() == 9
     assert vf.masked_mean(VALUES, MASK).item() == 3
-    assert vf.masked_mean(VALUES, MASK, dim=-1).tolist() == [1.5, 6.0]
+    assert vf.masked_mean(VALUES, MASK, axis=-1).tolist() == [1.5, 6.0]
     assert vf.masked_var(VALUES, MASK).item() == pytest.approx(7.0)
 
 

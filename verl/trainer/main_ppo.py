@@ -32,12 +32,6 @@ logger = logging.getLogger("verl")
 HYBRID = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
 
 
-def __getattr__(name: str) -> Any:
-    from verl.trainer.ppo.verl_names import refused
-
-    return refused("verl.trainer.main_ppo")(name)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """`arguments` of the command line; default: those of this process."""
     run(run_ppo, argv=arguments)

@@ -52,3 +52,18 @@ def log_seqlen_unbalance(
         "mean": sum(seqlen_list) / len(partitions),
     }
     return {f"{prefix}/{name}": float(number) for name, number in numbers.items()}
+
+
+def ceildiv(a: int, b: int) -> int:
+    """The smallest integer that is not below `a / b`."""
+    return -(a // -b)
+
+
+def roundup_divisible(a: int, b: int) -> int:
+    """The smallest multiple of `b` that is not below `a`."""
+    return ceildiv(a, b) * b
+
+
+def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
+    """The order that undoes the order `idx_map`."""
+    return sorted(range(len(idx_map)), key=lambda place: idx_map[place])

@@ -13,25 +13,25 @@ CHUNK_NUMEL = 1 << 24
 fragment: a quarter of this took three times the memory in the end."""
 
 
-def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Sum of `values` where `mask` is not zero. What stands elsewhere, NaN included, does not matter."""
     kept = torch.where(mask.bool(), values, 0.0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    return kept.sum() if axis is None else kept.sum(axis)
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Mean of `values` where `mask` is not zero; 0 where nothing is."""
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return masked_sum(values, mask, dim) / count.clamp(min=1)
+    count = mask.bool().sum() if axis is None else mask.bool().sum(axis)
+    return masked_sum(values, mask, axis) / count.clamp(min=1)
 
 
-def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sample variance (divided by n - 1) of `values` where `mask` is not zero; 0 for fewer than two of them."""
+def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+    """Variance of `values` where `mask` is not zero, divided by n - 1 if `unbiased`; 0 for fewer than two of them."""
     count = mask.bool().sum()
-    return masked_sum((values - masked_mean(values, mask)) ** 2, mask) / (count - 1).clamp(min=1)
+    return masked_sum((values - masked_mean(values, mask)) ** 2, mask) / (count - int(unbiased)).clamp(min=1)
 
 
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor, *, shift_mean: bool = True) -> torch.Tensor:
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
     """`values` scaled to variance 1, and to mean 0 unless `shift_mean=False`, over the mask; 0 elsewhere."""
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)

@@ -4,8 +4,9 @@ import importlib
 
 import pytest
 
+from verl.instead.names import NAMES
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.verl_names import METHODS, NAMES
+from verl.trainer.ppo.verl_names import METHODS
 from verl.utils.config import ConfigError
 from verl.utils.import_utils import load_extern_object, load_extern_type
 

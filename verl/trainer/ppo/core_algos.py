@@ -45,7 +45,6 @@ from verl.trainer.ppo.rollout_correction import (
     rejected,
     rollout_probs_diff_metrics,
 )
-from verl.trainer.ppo.verl_names import refused
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 from verl.workers.actor_loss import compute_policy_loss_bypass_mode
 from verl.workers.losses import (
@@ -72,7 +71,6 @@ from verl.workers.losses import (
     register_policy_loss,
 )
 
-__getattr__ = refused(__name__)
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 """verl's two are the same formula."""
 

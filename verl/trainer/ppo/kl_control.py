@@ -63,7 +63,7 @@ def apply_kl_penalty(
     token_kl = torch.where(mask, estimate_kl(old_log_probs, ref_log_prob, kl_penalty), 0.0)
     coefficient = kl_ctrl.value
     generated = mask.any(-1)
-    current_kl = masked_mean(masked_mean(token_kl, mask, dim=-1), generated).item()
+    current_kl = masked_mean(masked_mean(token_kl, mask, axis=-1), generated).item()
     kl_ctrl.update(current_kl, n_steps=int(generated.sum()))
     metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": coefficient}
     return token_level_scores - coefficient * token_kl, metrics

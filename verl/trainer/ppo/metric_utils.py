@@ -11,11 +11,9 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.ppo.verl_names import refused
 from verl.utils.plain import as_float, as_number
 from verl.workers.rollout.records import NO_VERSION
 
-__getattr__ = refused(__name__)
 BOOTSTRAPS, SEED = 1000, 42
 """verl's, of validation."""
 PER_RESPONSE_TOKEN = ("gen",)

@@ -37,7 +37,7 @@ from verl.trainer.ppo.slow_ranks import SlowRanks
 from verl.trainer.ppo.step import Step
 from verl.trainer.ppo.traces import Traces
 from verl.trainer.ppo.validation import Validator
-from verl.trainer.ppo.verl_names import refuse_arguments, refuse_overrides, refused
+from verl.trainer.ppo.verl_names import refuse_arguments, refuse_overrides
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
@@ -47,7 +47,6 @@ from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import RewardManager
 
 logger = logging.getLogger(__name__)
-__getattr__ = refused(__name__)
 
 
 @dataclass(frozen=True)

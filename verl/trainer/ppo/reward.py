@@ -9,7 +9,6 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer.fleet.reward_models import reward_function
-from verl.trainer.ppo.verl_names import refused
 from verl.utils.chat_template import turns_of
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.model import resolve_model_path
@@ -27,8 +26,6 @@ from verl.workers.rollout.engine import eos_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__getattr__ = refused(__name__)
 
 
 def get_custom_reward_fn(config: PPOConfig) -> RewardFunction | None:

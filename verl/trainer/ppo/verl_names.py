@@ -1,92 +1,19 @@
-"""Names of verl's trainer that have no equal here, and what to write in their place.
+"""What recipes do to verl's trainer and would have no effect here: each is told what to write instead.
 
-Recipes import them, and subclass `RayPPOTrainer` by overriding methods that nothing here would call: both are told so,
-where the script says it, instead of failing later or having no effect.
+They subclass `RayPPOTrainer` by overriding methods that nothing here would call, and put functions into modules.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from verl.instead import PAGE
+from verl.instead.names import DATASET, NAMES, RUN
 from verl.utils.config import ConfigError
 
-PAGE = "docs/coming-from-verl.md"
-RUN = "run a loop of your own with verl.trainer.main_ppo.run_ppo(config, trainer_class=...)"
-DATASET = "data.custom_cls names a data set class of your own, and data.shuffle and data.seed decide the order"
-THROUGHPUT = "it is verl.trainer.ppo.metric_utils.compute_throughput_metrics(batch, timings, num_ranks)"
-VARIANCE = "the variance of gradients is not among the metrics"
-REWARD = "it is verl.trainer.ppo.reward.compute_reward(data, manager): rewards, and what else was said"
-OF_EXPERTS = (
-    *("RolloutMoELoadBalanceMetricsAccumulator", "compute_moe_lb_metrics", "compute_rollout_moe_load_balance_metrics"),
-    *("get_hf_config_override_kwargs", "get_metric_data_with_optional_routed_experts", "infer_moe_num_experts"),
-    "infer_rollout_moe_num_experts",
-)
-SCORES = "process_validation_metrics(...) has best, worst and majority of n"
-NAMES: dict[str, dict[str, str]] = {
-    "verl.trainer.main_ppo": {
-        "TaskRunner": f"the driver is no Ray actor and builds the run itself: {RUN}",
-        "TaskRunnerV1": f"the driver is no Ray actor and builds the run itself: {RUN}",
-        "create_rl_dataset": DATASET,
-        "create_rl_sampler": DATASET,
-    },
-    "verl.trainer.ppo.ray_trainer": {
-        "Role": "there are no roles to map to workers: the configuration says what trains, generates and scores",
-        "ResourcePoolManager": "trainer.nnodes, trainer.n_gpus_per_node and trainer.placement say who is where",
-        "compute_advantage": "register an estimator with verl.trainer.ppo.core_algos.register_adv_est and set "
-        "algorithm.adv_estimator to its name",
-        "apply_kl_penalty": "set algorithm.use_kl_in_reward, algorithm.kl_penalty and algorithm.kl_ctrl",
-        "compute_response_mask": "batches have it as response_mask, 0 on what tools wrote",
-        "compute_throughout_metrics": THROUGHPUT,
-        "compute_variance_proxy_metrics": VARIANCE,
-        "compute_spec_decode_metrics": "drafts of speculative decoding are not among the metrics",
-        "create_rl_dataset": DATASET,
-        "create_rl_sampler": DATASET,
-        "extract_reward": REWARD,
-        "need_reward_model": "it is reward_model.enable",
-        "need_teacher_policy": "it is distillation.enabled",
-    },
-    "verl.trainer.ppo.metric_utils": {
-        "compute_throughout_metrics": THROUGHPUT,
-        "compute_variance_proxy_metrics": VARIANCE,
-        **dict.fromkeys(OF_EXPERTS, "the load of experts is not among the metrics"),
-        "reduce_metrics": "workers' metrics are means over ranks already",
-        "bootstrap_metric": SCORES,
-        "calc_maj_val": SCORES,
-    },
-    "verl.trainer.ppo.reward": {
-        "compute_reward_async": "rewards are scored by reward_model.num_workers processes while others are generated",
-        "extract_reward": REWARD,
-        "resolve_reward_manager_cls": "it is verl.workers.reward_manager.get_reward_manager_cls(name)",
-    },
-    "verl.trainer.ppo.core_algos": {
-        "compute_policy_loss": "it is compute_policy_loss_vanilla, which returns (loss, metrics)",
-        "compute_rewards": "it is apply_kl_penalty, with a controller of the coefficient and any kl_penalty",
-        "kl_penalty_forward": "it is kl_penalty, which has verl's gradients as well",
-    },
-    "verl.trainer.ppo.utils": {
-        "Role": "there are no roles to map to workers: the configuration says what trains, generates and scores",
-        "need_reward_model": "it is reward_model.enable",
-        "need_teacher_policy": "it is distillation.enabled",
-        "create_rl_dataset": DATASET,
-        "create_rl_sampler": DATASET,
-    },
-}
-ELSEWHERE: dict[str, dict[str, str]] = {
-    "verl.trainer.ppo.ray_trainer": {
-        **dict.fromkeys(("AdvantageEstimator", "agg_loss"), "verl.trainer.ppo.core_algos"),
-        **dict.fromkeys(("need_critic", "need_reference_policy"), "verl.trainer.ppo.utils"),
-        **dict.fromkeys(
-            ("compute_data_metrics", "compute_timing_metrics", "process_validation_metrics"),
-            "verl.trainer.ppo.metric_utils",
-        ),
-    },
-    "verl.trainer.ppo.utils": {"AdvantageEstimator": "verl.trainer.ppo.core_algos"},
-}
-"""Names that verl's module has imported, and where they are."""
 ARGUMENTS = ("tokenizer", "role_worker_mapping", "resource_pool_manager", "ray_worker_group_cls")
 """Of verl's constructor alone."""
 ESTIMATOR = NAMES["verl.trainer.ppo.ray_trainer"]["compute_advantage"]
@@ -111,20 +38,6 @@ METHODS = {
     "_maybe_log_val_generations": "trainer.log_val_generations shows some",
     "_val_metrics_update": "override verl.trainer.ppo.validation.Validator.validate",
 }
-
-
-def refused(module: str) -> Callable[[str], Any]:
-    """`__getattr__` of `module`: what is elsewhere, and ImportError, which `from module import name` passes on, for the
-    other names of verl's there."""
-
-    def get(name: str) -> Any:
-        if (place := ELSEWHERE.get(module, {}).get(name)) is not None:
-            return getattr(importlib.import_module(place), name)
-        if name in NAMES[module]:
-            raise ImportError(f"verl's {name} is not in {module} here: {NAMES[module][name]} ({PAGE})")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return get
 
 
 def refuse_overrides(cls: type[Any]) -> None:

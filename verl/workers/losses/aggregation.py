@@ -98,7 +98,7 @@ def agg_loss(
     if loss_agg_mode == "seq-mean-token-sum":
         return dp_size * masked_sum(loss_mat, loss_mask) / num_sequences
     if loss_agg_mode == "seq-mean-token-mean":
-        return dp_size * masked_mean(loss_mat, loss_mask, dim=-1).sum() / num_sequences
+        return dp_size * masked_mean(loss_mat, loss_mask, axis=-1).sum() / num_sequences
     if loss_agg_mode == "seq-mean-token-sum-norm":
         scale = loss_scale_factor or totals.loss_scale_factor or loss_mask.shape[-1]
         return dp_size * masked_sum(loss_mat, loss_mask) / (num_sequences * scale)

@@ -110,7 +110,7 @@ def _over(level: str, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return values.sum(-1, keepdim=True)
     if level == "seq_max":
         return values.amax(-1, keepdim=True)
-    return masked_mean(values, mask, dim=-1).unsqueeze(-1)
+    return masked_mean(values, mask, axis=-1).unsqueeze(-1)
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:

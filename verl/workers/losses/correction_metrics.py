@@ -21,11 +21,11 @@ def weight_metrics(
     per_sequence = config.rollout_is == "sequence"
     ratio = clamped(log_ratio.sum(-1, keepdim=True) if per_sequence else log_ratio).exp().expand_as(log_ratio)
     used, sequences = bounded(ratio, config), mask.any(-1)
-    tokens, of_sequences = used[mask], masked_mean(used, mask, dim=-1)[sequences]
+    tokens, of_sequences = used[mask], masked_mean(used, mask, axis=-1)[sequences]
     lower, upper = config.is_bounds
     low = 1.0 / upper if lower is None else lower
     extremes = ratios if per_sequence else tokens
-    mean_ratios = masked_mean(ratio, mask, dim=-1)[sequences]
+    mean_ratios = masked_mean(ratio, mask, axis=-1)[sequences]
     figures = {
         "mean": tokens.mean(),
         "std": tokens.std(correction=0),
@@ -56,7 +56,7 @@ def rejection_metrics(
     low, high = bounds_of_drift(lower, upper)
     values = drift(name, log_ratio, mask).expand_as(log_ratio)
     sequences = mask.any(-1)
-    tokens, of_sequences = values[mask], masked_mean(values, mask, dim=-1)[sequences]
+    tokens, of_sequences = values[mask], masked_mean(values, mask, axis=-1)[sequences]
     bounded_values = tokens if name.startswith("token") else of_sequences
     outside = mask & ~((values >= low) & (values <= high))
     figures = {
@@ -83,8 +83,8 @@ def off_policy_metrics(
     """How far apart the two policies are: divergences over tokens, perplexities over sequences; inputs [B, R]."""
     log_ratio = torch.where(mask, old_log_prob - rollout_log_prob, 0.0)
     of_tokens, sequences = clamped(log_ratio)[mask], mask.any(-1)
-    training = -masked_mean(old_log_prob, mask, dim=-1)[sequences]
-    rollout = -masked_mean(rollout_log_prob, mask, dim=-1)[sequences]
+    training = -masked_mean(old_log_prob, mask, axis=-1)[sequences]
+    rollout = -masked_mean(rollout_log_prob, mask, axis=-1)[sequences]
     difference = training - rollout  # of mean -log p: above 0 where the trainer finds a response less likely
     of_sequences = clamped(log_ratio.sum(-1))[sequences]
     metrics = {

@@ -49,7 +49,7 @@ def compute_policy_loss_gspo(
     mask = response_mask.bool()
     low, high = config.clip_range
     log_ratio = log_prob - old_log_prob
-    of_sequence = masked_mean(log_ratio, mask, dim=-1).detach().unsqueeze(-1)
+    of_sequence = masked_mean(log_ratio, mask, axis=-1).detach().unsqueeze(-1)
     ratio = (log_prob - log_prob.detach() + of_sequence).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     losses = weighted(torch.maximum(unclipped, clipped), rollout_is_weights)
@@ -88,11 +88,11 @@ def compute_policy_loss_geo_mean(
     clipped = log_ratio.clamp(-low, high)
     sign = advantages.sign()
     kept = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    ratio = masked_mean(kept, mask, dim=-1).exp()
-    losses = -masked_mean(advantages, mask, dim=-1) * ratio
+    ratio = masked_mean(kept, mask, axis=-1).exp()
+    losses = -masked_mean(advantages, mask, axis=-1) * ratio
     if rollout_is_weights is not None:
         smallest = torch.finfo(rollout_is_weights.dtype).tiny
-        losses = losses * masked_mean(rollout_is_weights.clamp(min=smallest).log(), mask, dim=-1).exp()
+        losses = losses * masked_mean(rollout_is_weights.clamp(min=smallest).log(), mask, axis=-1).exp()
     per_token = losses.unsqueeze(-1).expand_as(log_prob)
     outside = clipped != log_ratio
     metrics = {

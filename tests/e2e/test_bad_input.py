@@ -136,6 +136,19 @@ MISTAKES = [
     (["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"], ["32", "16 training samples"]),
     (["data.max_response_length=600"], ["max_response_length=600", "664", "max_position_embeddings=512"]),
     (
+        [
+            VLLM,
+            "data.max_response_length=600",
+            "+actor_rollout_ref.model.override_config.rope_parameters={rope_type:dynamic,factor:4.0,rope_theta:1e4}",
+        ],
+        [
+            "rope_type=dynamic",
+            "max_position_embeddings=512",
+            "vllm of none",
+            "no longer than 512, or set rollout.name=hf",
+        ],
+    ),
+    (
         ["actor_rollout_ref.rollout.max_model_len=100000"],
         ["rollout.max_model_len=100000", "max_position_embeddings=512"],
     ),

@@ -23,6 +23,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.requirements import (
     nbytes_of_arena,
     require_engine,
+    require_engine_rotates_as_trainer,
     require_experts,
     require_heads,
     require_model,
@@ -101,6 +102,7 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     require_model(config.actor_rollout_ref.model, model_path)
     require_positions(config)
+    require_engine_rotates_as_trainer(config)
     require_heads(config)
     require_text_of_wrapper(config)
     require_sight(config, trainer_class)

@@ -18,6 +18,7 @@ from verl.trainer.ppo.job import load_agent_loop_manager, local_critic
 from verl.trainer.ppo.overview import lines
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.requirements import (
+    require_engine_rotates_as_trainer,
     require_experts,
     require_heads,
     require_model,
@@ -101,6 +102,7 @@ def _look_at_model(
     stands_in = builtin.is_builtin(model.path)
     attempt(lambda: require_model(model, path))
     attempt(lambda: require_positions(config), stands_in=stands_in)
+    attempt(lambda: require_engine_rotates_as_trainer(config), stands_in=stands_in)
     attempt(lambda: require_heads(config), stands_in=stands_in)
     attempt(lambda: require_text_of_wrapper(config), stands_in=stands_in)
     attempt(lambda: require_sight(config, trainer_class))

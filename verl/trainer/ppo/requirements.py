@@ -29,6 +29,7 @@ from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.fit import require_fit
 from verl.workers.hf.precision import names_kept_wide
+from verl.workers.hf.regimes import why_engine_differs
 
 if TYPE_CHECKING:
     pass
@@ -84,6 +85,17 @@ def require_positions(config: PPOConfig) -> None:
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len}, but "
             f"{config.actor_rollout_ref.model.path} has max_position_embeddings={limit}"
         )
+
+
+def require_engine_rotates_as_trainer(config: PPOConfig) -> None:
+    """The engine's log-probs of a sequence are those of its length, as transformers computes them."""
+    policy, data = config.actor_rollout_ref, config.data
+    if policy.rollout.name not in ("vllm", "sglang"):
+        return
+    longest = policy.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    model = load_hf_config(policy.model).get_text_config()
+    if why := why_engine_differs(model, policy.rollout.name, longest):
+        raise ConfigError(f"{MODEL_KEY}.path={policy.model.path}: {why}set rollout.name=hf (they have up to {longest})")
 
 
 def require_heads(config: PPOConfig) -> None:

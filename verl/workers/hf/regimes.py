@@ -7,6 +7,7 @@ have the same frequencies alone, and if no earlier call is remembered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,3 +88,57 @@ def _original(module: Any, kind: str, prefix: str) -> int:
         return int(module.original_max_seq_len)
     parameters = module.config.rope_parameters
     return int((parameters[prefix[:-1]] if prefix else parameters)["original_max_position_embeddings"])
+
+
+def why_engine_differs(config: Any, engine: str, longest: int) -> str | None:
+    """How vLLM or SGLang rotate otherwise than transformers where no sequence is longer than `longest`, in words.
+
+    They end where a remedy may follow that helps in every case. `config` is that of the text.
+    tests/models/test_engine_ropes.py holds this against vLLM; other kinds of RoPE agree.
+    """
+    for rope in ropes(config):
+        kind = str(rope.get("rope_type"))
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is None:
+            return None
+        if kind == LONGROPE and (problem := _why_longrope_differs(rope, limit, engine, longest)):
+            return problem
+        if DYNAMIC in kind and (longest > limit or engine == "sglang"):
+            how, remedy = ("all", "") if engine == "sglang" else ("none", f"make sequences no longer than {limit}, or ")
+            return (
+                f"rope_type={kind}: transformers stretches positions of sequences of more than "
+                f"max_position_embeddings={limit} tokens, {engine} of {how}: {remedy}"
+            )
+    return None
+
+
+def _why_longrope_differs(rope: dict[str, Any], limit: int, engine: str, longest: int) -> str | None:
+    original = rope["original_max_position_embeddings"]
+    of_lengths = [(rope.get(f"short_{what}"), rope.get(f"long_{what}")) for what in ("factor", "mscale")]
+    if longest > original and any(short != long for short, long in of_lengths):
+        how = "for all" if engine == "vllm" else "for those that are computed beside a longer one, too"
+        return (
+            f"rope_type={LONGROPE}: transformers takes the long factors for sequences of more than "
+            f"original_max_position_embeddings={original} tokens, {engine} {how}: make sequences no longer than "
+            f"{original}, give short_factor the values of long_factor in model.override_config.rope_parameters, or "
+        )
+    if "short_mscale" in rope:
+        return None
+    scale = rope.get("attention_factor") or _scale(rope.get("factor") or limit / original, original)
+    if not math.isclose(scale, of_engine := _scale(limit / original, original), rel_tol=1e-6):
+        return (
+            f"rope_type={LONGROPE}: transformers scales attention by {scale:.4g}, {engine} by {of_engine:.4g}: set "
+            f"model.override_config.rope_parameters.attention_factor={of_engine:.8g}, or "
+        )
+    return None
+
+
+def _scale(factor: float, original: int) -> float:
+    """LongRoPE (arXiv 2402.13753), as transformers and vLLM have it."""
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def ropes(config: Any) -> Iterator[dict[str, Any]]:
+    """The parameters of rotary embeddings, of all kinds of layers."""
+    found = getattr(config, "rope_parameters", None) or {}
+    yield from (rope for rope in (found, *found.values()) if isinstance(rope, dict))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from verl.compat.transformers import attention, remembers_tokens, takes_other_attention
 from verl.utils.config import ConfigError
 from verl.workers.hf.packing import LEAK, PROBE, SHARED, row_inputs, scales_by_column
-from verl.workers.hf.regimes import FROM_LONGEST
+from verl.workers.hf.regimes import FROM_LONGEST, ropes
 from verl.workers.hf.sharers import Sharers
 
 KEY = "ulysses_sequence_parallel_size"
@@ -38,7 +38,7 @@ def why_not_shared(model: PreTrainedModel, size: int) -> str | None:
         return f"{name} computes attention by {attention(model)!r}; only torch's fused one ('sdpa') is shared by heads"
     if not takes_other_attention(model):
         return f"{name} does not let its attention be replaced by one that is shared by heads"
-    if found := sorted(_rope_types(config) & FROM_LONGEST):
+    if found := sorted({str(rope.get("rope_type")) for rope in ropes(config)} & FROM_LONGEST):
         return f"{name} stretches positions as the largest one in a call asks (rope_type={found[0]})"
     if scales_by_column(model):
         return f"{name} scales queries by their place in the row (attn_temperature_tuning)"
@@ -46,12 +46,6 @@ def why_not_shared(model: PreTrainedModel, size: int) -> str | None:
     if not isinstance(heads, int) or heads % size:
         return f"{size} ranks cannot share the {heads} attention heads of {name} evenly"
     return None
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Of all kinds of layers."""
-    ropes = getattr(config, "rope_parameters", None) or {}
-    return {str(rope.get("rope_type")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socketserver
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,10 +12,13 @@ from pathlib import Path
 
 @contextmanager
 def http_server(
-    answer: Callable[[str, str, bytes], tuple[int, bytes] | None], *, socket: Path | None = None
+    answer: Callable[[str, str, bytes], tuple[int, bytes] | None],
+    *,
+    socket: Path | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """Its URL, or the path of its `socket`. `answer(method, path, body)` returns status and body, or None for no
-    answer; requests that come side by side are answered so."""
+    answer; `headers` go with each; requests that come side by side are answered so."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -24,7 +27,8 @@ def http_server(
                 found = answer(self.command, self.path, body)
                 if found is not None:
                     self.send_response(found[0])
-                    self.send_header("Content-Length", str(len(found[1])))
+                    for name, value in {"Content-Length": str(len(found[1])), **(headers or {})}.items():
+                        self.send_header(name, value)
                     self.end_headers()
                     self.wfile.write(found[1])
 

@@ -70,7 +70,43 @@ def test_a_push_after_close_says_so(shm: Path):
             push(1)
 
 
-@pytest.mark.parametrize("endpoint", ["127.0.0.1:8000", "localhost", "ftp://host", "http://", "http://host:port"])
+def test_a_fork_is_told_to_make_a_publisher_of_its_own_and_ends_that_of_its_parent_in_nothing(shm: Path):
+    def said() -> list[str]:
+        found = []
+        for push in (publisher.push, publisher.push_async):
+            with pytest.raises(ConfigError, match="of which this one, .*, is a fork: make one here") as caught:
+                push(1)
+            found.append(str(caught.value))
+        publisher.close()
+        return found
+
+    with RecordedPublisher({"w": torch.ones(3)}) as publisher:
+        publisher.push(0)
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            with suppress(BaseException):
+                os.write(write, "\n".join(said()).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as file:
+            assert file.read().count(f"made by process {os.getpid()}, ") == 2
+        assert os.waitpid(child, 0) == (child, 0)
+        assert publisher.push(1).version == 1
+        assert arenas_in(shm)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "127.0.0.1:8000",
+        "localhost",
+        "ftp://host",
+        "http://",
+        "http://host:port",
+        "http://me:word@host",
+        "http://host/?a=b",
+    ],
+)
 def test_an_endpoint_that_is_no_url_is_refused_as_on_the_command_line(endpoint: str):
     with pytest.raises(ConfigError, match=r"is not a URL like http://127.0.0.1:8000"):
         WeightPublisher({"w": torch.ones(3)}, [endpoint])

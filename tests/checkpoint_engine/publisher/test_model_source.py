@@ -10,6 +10,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.optim.swa_utils import AveragedModel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.plan.types import Box, Shard
@@ -24,6 +27,32 @@ class Tied(nn.Module):
         self.head = nn.Linear(3, 7, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("computed", torch.ones(2), persistent=False)
+
+
+class Holder(nn.Module):
+    """Whatever is put into it."""
+
+    def __init__(self, **inside: Any) -> None:
+        super().__init__()
+        for name, one in inside.items():
+            setattr(self, name, one)
+
+
+def with_attribute(name: str, value: object) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    setattr(layer.weight, name, value)
+    return layer
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    prune.random_unstructured(layer, "weight", 0.5)
+    return layer
 
 
 def sent(source: ModelSource) -> dict[str, torch.Tensor]:
@@ -100,6 +129,21 @@ def test_tensors_without_values_are_refused_by_name():
         ({"w": torch.ones(3, dtype=torch.complex64)}, "w is complex64, which is not sent. These are: .*bfloat16"),
         ({"w": torch.ones(3, dtype=torch.uint16)}, "w is uint16, which is not sent"),
         (nn.Sequential(nn.LazyLinear(3)), "0.weight has no values yet: call the model once"),
+        ({"w": TwoTensor(torch.ones(3), torch.ones(3))}, "w, a TwoTensor, has no memory of its own"),
+        ({"w": freed()}, "w, a Tensor, has no memory of its own"),
+        ([("w", torch.ones(3))], "a torch module or a mapping of named tensors, not list"),
+        (nn.Linear(2, 2).named_parameters(), "a mapping of named tensors, not generator"),
+        (nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2))), "computed from other parameters, .*: 0.weight"),
+        (nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2))), "computed from other parameters, .*: 0.weight"),
+        (nn.Sequential(spectral_norm(nn.Linear(2, 2))), "computed from other parameters, .*: 0.weight"),
+        (nn.Sequential(pruned(nn.Linear(2, 2))), r"computed .*: 0.weight. .*prune.remove"),
+        (with_attribute("ds_id", 0), "weight is divided among ranks by DeepSpeed's ZeRO-3"),
+        (with_attribute("quant_state", "4 bits"), "weight is packed by bitsandbytes"),
+        (Holder(layer=Holder(original_module=nn.Linear(2, 2))), "adapters lie beside their matrices .*: layer"),
+        (
+            Holder(weight=nn.Parameter(torch.ones(1)), module=nn.Linear(2, 2)),
+            "two tensors are weight without the names",
+        ),
     ],
 )
 def test_what_is_no_tensor_with_values_in_order_is_refused_by_name(found: Any, message: str):
@@ -137,3 +181,80 @@ def test_a_dtype_that_is_none_is_refused(dtype: str):
 def test_nothing_is_refused():
     with pytest.raises(ConfigError, match="nothing to publish"):
         ModelSource({})
+
+
+def test_a_layer_that_is_used_twice_is_two_of_a_server_and_a_tied_matrix_is_one():
+    layer, model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), Tied()
+    model.inner = nn.Sequential(layer, nn.Linear(3, 3), layer)
+    model.inner[1].weight = layer[0].weight
+    found = sent(ModelSource(model))
+    state = model.state_dict()
+    assert found.keys() == state.keys() - {"head.weight"}
+    assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+def test_what_a_model_of_transformers_declares_as_tied_is_sent_once():
+    shared = nn.Linear(3, 3)
+    model = Holder(first=Holder(block=shared), second=Holder(block=shared))
+    assert sent(ModelSource(model)).keys() == {
+        f"{one}.block.{of}" for one in model._modules for of in shared._parameters
+    }
+    model._tied_weights_keys = {r"second\.block\.\w+": r"first\.block\.\w+"}
+    assert sent(ModelSource(model)).keys() == {f"first.block.{of}" for of in shared._parameters}
+
+
+def test_averaged_weights_are_sent_under_the_names_of_the_model():
+    model = nn.Sequential(nn.Linear(2, 2))
+    averaged = AveragedModel(model)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    averaged.update_parameters(model)
+    found = sent(ModelSource(averaged))
+    assert found.keys() == {"0.weight", "0.bias"}
+    assert torch.equal(found["0.weight"], averaged.module[0].weight)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_weights_that_are_trained_while_they_are_read_are_refused(dtype: str | None):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    source = ModelSource(model, dtype)
+    first, *_, last = source.shards()
+    kind = getattr(torch, dtype or "float32")
+    source.copy(first, torch.empty(first.box.shape, dtype=kind))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1)
+    with pytest.raises(ConfigError, match=r"1.bias was written into while the weights were copied"):
+        source.copy(last, torch.empty(last.box.shape, dtype=kind))
+    source.refresh()
+    assert torch.equal(sent(source)["1.bias"], model[1].bias.detach().to(kind))
+
+
+@torch.inference_mode()
+def test_tensors_made_for_inference_are_sent():
+    assert sent(ModelSource({"w": torch.arange(3.0)}))["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4).T,
+        torch.arange(3.0).expand(2, 3),
+        torch.arange(8.0).as_strided((3, 4), (2, 1)),
+        torch.arange(12.0)[::3],
+        torch.arange(4, dtype=torch.float64),
+        torch.arange(4.0).to(torch.float8_e4m3fn),
+        torch.tensor([True, False]),
+        torch.empty(0, 3),
+        torch.tensor(7.0),
+        torch.arange(4.0, requires_grad=True) * 2,
+        nn.Parameter(torch.arange(4.0)),
+    ],
+    ids=lambda tensor: f"{str(tensor.dtype)[6:]} {list(tensor.shape)} {list(tensor.stride())}",
+)
+def test_views_and_dtypes_of_all_kinds_are_sent_bit_by_bit(tensor: torch.Tensor):
+    source, expected = ModelSource({"w": tensor}), tensor.detach().contiguous().flatten().view(torch.uint8)
+    for shard in source.shards():
+        view = source.view(shard)
+        assert view is None or torch.equal(view.flatten().view(torch.uint8), expected)
+        assert torch.equal(sent(source)["w"].flatten().view(torch.uint8), expected)

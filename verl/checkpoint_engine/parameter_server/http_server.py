@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import http
 import http.client
 import json
 import re
 import socket
-import urllib.error
+import threading
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,25 +20,6 @@ TEST_TIMEOUT_S = 10.0
 MOST_NBYTES = 2**24
 """Of an answer: these are a few words or numbers."""
 _OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
-
-# Engines are in one's own cluster: a proxy that the environment names for the outside is not asked.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class _OverUnixSocket(urllib.request.HTTPHandler):
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._path = path
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, request)
-
-    def _connection(self, host: str, **options: Any) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(host, **options)
-        connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.settimeout(connection.timeout)
-        connection.sock.connect(self._path)
-        return connection
 
 
 class Refused(ActivationError):
@@ -58,7 +39,7 @@ class HttpServer:
         require_url(url)
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._opener = _opener if uds is None else urllib.request.build_opener(_OverUnixSocket(uds))
+        self._uds = uds
 
     def is_healthy(self, timeout_s: float = TEST_TIMEOUT_S) -> bool:
         """Whether it is there, and says that it can be asked."""
@@ -71,32 +52,76 @@ class HttpServer:
     def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, is_json: bool = True
     ) -> Any:
-        """What it answers, out of JSON. Raises Refused, TransportError, TransportTimeout."""
-        request = urllib.request.Request(
-            self.url + path,
-            method=method,
-            data=json.dumps(body).encode() if body is not None else b"" if method == "POST" else None,
-            headers={"Content-Type": "application/json"},
-        )
+        """What it answers, out of JSON. Raises Refused, TransportError, TransportTimeout.
+
+        An engine is in one's own cluster: no proxy that the environment names is asked, and no redirect followed.
+        """
+        timeout_s = timeout_s or self.timeout_s
+        too_late = TransportTimeout(f"no answer to {path} within {timeout_s} s", member=self.url)
+        is_late = threading.Event()
         try:
-            with self._opener.open(request, timeout=timeout_s or self.timeout_s) as answer:
-                answered = _body(answer, path)
-                return json.loads(answered or b"null") if is_json else answered.decode(errors="replace")
-        except urllib.error.HTTPError as exc:
-            with exc:
-                text = _message(exc.read(MOST_NBYTES))
-            raise Refused(text or exc.reason, status=exc.code, member=self.url) from exc
+            connection = self._connected(timeout_s)
         except TimeoutError as exc:
-            raise TransportTimeout(
-                f"no answer to {path} within {timeout_s or self.timeout_s} s", member=self.url
-            ) from exc
-        except urllib.error.URLError as exc:
-            if isinstance(exc.reason, TimeoutError):
-                raise TransportTimeout(f"no connection within {timeout_s or self.timeout_s} s") from exc
-            reason = exc.reason.strerror if isinstance(exc.reason, OSError) else exc.reason
-            raise TransportError(f"{reason}", member=self.url) from exc
+            raise TransportTimeout(f"no connection within {timeout_s} s") from exc
+        except OSError as exc:
+            raise TransportError(f"{exc.strerror or exc}", member=self.url) from exc
+
+        sock = connection.sock
+
+        def cut() -> None:  # each read by itself ends in time where a byte comes now and then
+            is_late.set()
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+        watch = threading.Timer(timeout_s, cut)
+        watch.daemon = True
+        watch.start()
+        try:
+            data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
+            prefix = urllib.parse.urlsplit(self.url).path
+            connection.request(method, prefix + path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status >= http.HTTPStatus.MULTIPLE_CHOICES:
+                refused = self._refused(answer)
+                raise too_late if is_late.is_set() else refused
+            answered = _body(answer, path)
+            found = json.loads(answered or b"null") if is_json else answered.decode(errors="replace")
+        except TimeoutError as exc:
+            raise too_late from exc
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as exc:
+            if is_late.is_set():
+                raise too_late from exc
             raise TransportError(f"{path} broke off: {type(exc).__name__}: {exc}", member=self.url) from exc
+        finally:
+            watch.cancel()
+            connection.close()
+        if is_late.is_set():
+            raise too_late
+        if isinstance(found, dict) and found.get("error"):
+            raise Refused(_message(answered), status=answer.status, member=self.url)
+        return found
+
+    def _connected(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Raises OSError."""
+        parts = urllib.parse.urlsplit(self.url)
+        is_secret = parts.scheme == "https" and self._uds is None
+        kind = http.client.HTTPSConnection if is_secret else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+        if self._uds is None:
+            connection.connect()
+        else:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(timeout_s)
+            connection.sock.connect(self._uds)
+        return connection
+
+    def _refused(self, answer: http.client.HTTPResponse) -> Refused:
+        text = _message(answer.read(MOST_NBYTES)) or answer.reason
+        if answer.status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
+            text += " (it asks for a key, and none is sent: start it without one)"
+        elif (place := answer.getheader("Location")) is not None:
+            text = f"it redirects to {place}: name the server itself"
+        return Refused(text, status=answer.status, member=self.url)
 
 
 def request_inference_to_update(
@@ -117,6 +142,7 @@ def require_url(endpoint: str) -> None:
     try:
         parts = urllib.parse.urlsplit(endpoint)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_one = is_one and not (parts.username or parts.query or parts.fragment)
     except ValueError:
         is_one = False
     if not is_one:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Sharded
+from torch.nn.utils.parametrize import is_parametrized
+from torch.optim.swa_utils import AveragedModel
 
 from ..compat.fsdp import local_box
 from ..compat.torch import is_persistent
@@ -20,6 +23,14 @@ from ..support.finite import extremes, named_extremes
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
 """What `torch.compile`, activation checkpointing and DDP put into names: the last one at their beginning only."""
+COMPUTED_FROM = ("orig", "g")
+"""Ends of names of parameters: `torch.nn.utils` makes a weight of them (pruning, spectral and weight norm)."""
+KEPT_ELSEWHERE = {
+    "ds_id": "divided among ranks by DeepSpeed's ZeRO-3: gather it (GatheredParameters)",
+    "quant_state": "packed by bitsandbytes: dequantize the model",
+    "SCB": "quantized by bitsandbytes: dequantize the model",
+}
+"""Attributes of parameters whose values are not the weights, what these are, and what to do."""
 
 
 class ModelSource:
@@ -34,27 +45,35 @@ class ModelSource:
         """`dtype`: what floating-point tensors are sent in, `bfloat16` for instance; None: as they are held. Unless
         `allow_nonfinite`, `view` and `copy` raise ConfigError for NaN and for what is infinite in that dtype.
 
-        Raises ConfigError for a `dtype` that torch does not know, and as `refresh`.
+        Raises ConfigError for a `dtype` that torch does not know, for a `model` that cannot be read again at every
+        push, and as `refresh`.
         """
+        if not isinstance(model, (nn.Module, Mapping)):
+            raise ConfigError(
+                f"the weights are a torch module or a mapping of named tensors, not {type(model).__name__}"
+            )
         sent = getattr(torch, dtype, None) if dtype is not None else None
         if dtype is not None and not (isinstance(sent, torch.dtype) and sent.is_floating_point):
             raise ConfigError(f"dtype={dtype!r} is no floating-point type of torch, such as bfloat16")
         self._model, self._sent, self._allow_nonfinite = model, sent, allow_nonfinite
         self._tensors: Mapping[str, torch.Tensor] = {}
+        self._changes: Mapping[str, int] = {}
+        """How often each had been written into, when it was looked at."""
         self.refresh()
 
     def refresh(self) -> None:
         """See which tensors the model has now. Called on the thread that trains, on every rank; nothing is copied.
 
         A module that FSDP2 has gathered, as it leaves the root after a forward pass, is resharded: what is gathered is
-        FSDP's to free. Raises ConfigError for what has no tensors, for FSDP1, for adapters beside their matrices, and
-        for what is no tensor with values of its own, in order.
+        FSDP's to free. Raises ConfigError for what has no tensors, for FSDP1, for adapters beside their matrices, for
+        weights that are computed from others, and for what is no tensor with values of its own, in order.
         """
         model = self._model
         self._tensors = _named_tensors(model) if isinstance(model, nn.Module) else _mapped(model)
         if not self._tensors:
             raise ConfigError("there is nothing to publish: the model has no tensors")
         self._require_values()
+        self._changes = {name: _changes_of(tensor) for name, tensor in self._tensors.items()}
         self._specs = [
             TensorSpec(name=name, shape=tuple(tensor.shape), dtype=self._dtype_of(tensor))
             for name, tensor in self._tensors.items()
@@ -73,6 +92,12 @@ class ModelSource:
                 raise ConfigError(f"{name} is {kind}, not a plain tensor: push its values in order (to_dense())")
             if dtype not in ITEMSIZE:
                 raise ConfigError(f"{name} is {dtype}, which is not sent. These are: {', '.join(ITEMSIZE)}")
+            if why := next((why for one, why in KEPT_ELSEWHERE.items() if getattr(tensor, one, None) is not None), ""):
+                raise ConfigError(f"{name} is {why}, or pass named tensors")
+            if not _has_memory(tensor):
+                raise ConfigError(
+                    f"{name}, a {type(tensor).__name__}, has no memory of its own: push plain tensors of its values"
+                )
 
     def release(self) -> None:
         """Forget the tensors until the next `refresh`: the model may have let go of them."""
@@ -100,6 +125,7 @@ class ModelSource:
         if not lies_as_sent or not values.is_contiguous():
             return None
         self._require_finite(shard.name, values)
+        self._require_unchanged(shard.name)
         return values
 
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
@@ -107,6 +133,7 @@ class ModelSource:
             values = self._values(shard)
             self._require_finite(shard.name, values)
             copy_values(destination, values)
+        self._require_unchanged(shard.name)
 
     def may_be_equal(self, name: str, other: str) -> bool:
         """Whether two tensors of one shape and dtype have the same bits, as far as this rank holds the same of both."""
@@ -127,6 +154,11 @@ class ModelSource:
                 f"{name} has {named_extremes(low, high)}, which is not finite in {self._by_name[name].dtype}: an "
                 "earlier update failed. allow_nonfinite=True pushes it anyway"
             )
+
+    def _require_unchanged(self, name: str) -> None:
+        """One step of training between two tensors would make a version that no model ever was."""
+        if _changes_of(self._tensors[name]) != self._changes[name]:
+            raise ConfigError(f"{name} was written into while the weights were copied: train on when push has returned")
 
     def _values(self, shard: Shard) -> torch.Tensor:
         held = self._box(self._by_name[shard.name]).start
@@ -149,6 +181,21 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach().resolve_neg()  # a view that negates has the bits of what it is a view of
 
 
+def _changes_of(tensor: torch.Tensor) -> int:
+    """A count that every operation in place adds to."""
+    local = _local(tensor)
+    return 0 if local.is_inference() else local._version
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether what this rank holds lies somewhere. Not so what FSDP has freed, and subclasses around other tensors."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    try:
+        return local.numel() == 0 or (local.untyped_storage().nbytes() > 0 and local.data_ptr() != 0)
+    except RuntimeError:  # torch, of tensors that have no storage
+        return False
+
+
 def _mapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = dict(tensors)
     for name, tensor in found.items():
@@ -158,28 +205,73 @@ def _mapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and what else a checkpoint holds, each once: tied weights under their first name. FSDP2's, sharded."""
-    for module in model.modules():
+    """Parameters and what else a checkpoint holds. FSDP2's, sharded."""
+    while isinstance(model, AveragedModel):
+        model = model.module
+    modules = list(model.modules())
+    for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
-    if any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules()):
+    if any("FullyShardedDataParallel" in kind.__name__ for module in modules for kind in type(module).__mro__):
         raise ConfigError("FSDP1 keeps parameters flat: shard with torch's fully_shard (FSDP2), or pass named tensors")
     if adapted := [name for name, module in model.named_modules() if _is_adapted(module)]:
         raise ConfigError(
             f"adapters lie beside their matrices (PEFT), under names that no server has: {listed(adapted)}. Push what "
             "merge_and_unload() returns, or named tensors"
         )
-    found: dict[str, torch.Tensor] = {_cleaned(name): parameter for name, parameter in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if is_persistent(module, name):
-                found[_cleaned(f"{prefix}.{name}" if prefix else name)] = buffer
+    if computed := [f"{prefix}.{name}".lstrip(".") for prefix, one in model.named_modules() for name in _computed(one)]:
+        raise ConfigError(
+            f"computed from other parameters, under names that no server has: {listed(computed)}. Make it a parameter "
+            "again (remove_parametrizations, prune.remove, remove_weight_norm), or pass named tensors"
+        )
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _parameters_and_buffers(model):
+        if (cleaned := _cleaned(name)) in found:
+            raise ConfigError(f"two tensors are {cleaned} without the names of wrappers: pass named tensors")
+        found[cleaned] = tensor
     return found
 
 
+def _parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tied weights under their first name, as a checkpoint has them; what a layer that is used twice has, under both:
+    a server has two layers."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    patterns = [key for _, module in modules for key in getattr(module, "_tied_weights_keys", None) or ()]
+    names: dict[int, list[str]] = {}
+    embedded = set()
+    for prefix, module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            names.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
+            if isinstance(module, nn.Embedding):
+                embedded.add(id(parameter))
+    for prefix, module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            first, *others = names[id(parameter)]
+            own = f"{prefix}.{name}" if prefix else name
+            is_tied = others and (
+                id(parameter) in embedded or any(re.search(key, one) for key in patterns for one in (first, *others))
+            )
+            if own == first or not is_tied:
+                yield own, parameter
+    for prefix, module in modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_persistent(module, name):
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether it stands for a layer, which is inside of it, and adds to what that computes."""
-    return isinstance(getattr(module, "base_layer", None), nn.Module)
+    """Whether it stands for a layer, which is inside of it, and adds to what that computes or computes instead."""
+    inside = (getattr(module, name, None) for name in ("base_layer", "original_module", "prompt_encoder"))
+    return any(isinstance(one, nn.Module) for one in inside)
+
+
+def _computed(module: nn.Module) -> list[str]:
+    """Its weights that are no parameters, but made of others before they are used."""
+    if is_parametrized(module):
+        return list(module.parametrizations)
+    made = (name for name, value in vars(module).items() if isinstance(value, torch.Tensor))
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return [name for name in made if any(f"{name}_{end}" in own for end in COMPUTED_FROM)]
 
 
 def _cleaned(name: str) -> str:

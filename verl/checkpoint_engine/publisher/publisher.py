@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -147,7 +148,7 @@ class WeightPublisher:
             self._loop.start(self._renew_claims())
         self._background = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher-push")
         self._pending: Future[SyncReport] | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
 
     @property
     def is_first_rank(self) -> bool:
@@ -189,7 +190,7 @@ class WeightPublisher:
         It cancels an active push after `ENDS_WITHIN_S`, and does not wait for a server or host that does not answer: it
         returns within 5 s.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a fork has none of its threads
             return
         self._closed = True
         self._give_up_pending()
@@ -378,6 +379,11 @@ class WeightPublisher:
         )
 
     def _await_pending(self) -> None:
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"the publisher was made by process {self._process}, of which this one, {os.getpid()}, is a fork: make "
+                "one here"
+            )
         if self._pending is not None:
             wait([self._pending])
             self._pending = None

@@ -117,3 +117,34 @@ def formula_cases(draw: Random, names: dict[str, Batch], rounds: int) -> Iterato
             yield "value loss", name, mode, draw.choice((0.0001, draw.uniform(0.01, 3.0)))
             yield "redrawn", name, draw.choice(("pow", "max_min", "max_random")), draw.uniform(0.1, 4.0)
             yield "correction", name, correction_options(draw)
+
+
+def divergences_in_reward(draw: Random, names: dict[str, Batch], kinds: list[str]) -> Iterator[tuple[Any, ...]]:
+    """An adaptive coefficient over some batches, from far above its target to far below."""
+    for name in names:
+        options = {"init_kl_coef": draw.choice((0.0, draw.uniform(0.0001, 2.0)))}
+        options |= {"target_kl": 10 ** draw.uniform(-4, 1), "horizon": draw.choice((1, 50, 10000))}
+        yield "kl in reward", name, "adaptive", draw.choice(kinds), options, draw.randint(1, 5)
+
+
+def schedules(draw: Random, count: int) -> Iterator[tuple[Any, ...]]:
+    """Up to their last step: a warm-up may be longer than the whole."""
+    for _ in range(count):
+        total = draw.choice((None, 1, draw.randint(1, 40)))
+        options = {
+            "min_lr_ratio": draw.choice((0.0, draw.random())),
+            "num_cycles": draw.choice((0.5, draw.random(), 2)),
+        }
+        options |= {"zero_indexed_step": draw.random() < 0.5}
+        warmup = draw.choice((0, draw.randint(0, 45)))
+        yield "schedule", "two groups", warmup, total, options if total else {}, total or 40
+
+
+def groups(draw: Random, count: int) -> Iterator[tuple[Any, ...]]:
+    """Of one to ten responses, of equal rewards or not: hundredths, whose deviations are rounded, and any number."""
+    for _ in range(count):
+        made = []
+        for _ in range(draw.randint(1, 8)):
+            values = draw.choice(([0.0, 1.0], [draw.randint(0, 99) / 100], [draw.uniform(-1, 1)], [0.1, 0.1 + 1e-6]))
+            made.append([draw.choice(values) for _ in range(draw.randint(1, 10))])
+        yield "filter", "two groups", draw.choice(("seq_reward", "acc")), made

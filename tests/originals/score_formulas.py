@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 from importlib import util
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,24 +105,27 @@ def whitened(batch: Batch, shift: bool) -> Numbers:
     return {"value": masked_whiten(batch["returns"], mask, shift_mean=shift)[mask.bool()].tolist()}
 
 
-def penalised(batch: Batch, kind: str, name: str) -> Numbers:
+def penalised(batch: Batch, kind: str, name: str, options: dict[str, Any] | None = None, times: int = 1) -> Numbers:
+    """The last of as many batches: the coefficient moves from each to the next."""
     mask, given = batch["response_mask"], {"old_log_probs": batch["log_prob"], "ref_log_prob": batch["old_log_prob"]}
     control: Any
     if kind == "adaptive":
-        control = core_algos.AdaptiveKLController(0.2, target_kl=0.1, horizon=50)
+        settings = {"init_kl_coef": 0.2, "target_kl": 0.1, "horizon": 50, **(options or {})}
+        control = core_algos.AdaptiveKLController(**settings)
     else:
         control = core_algos.FixedKLController(0.2)
-    if of_verl:
-        from verl import DataProto
+    for _ in range(times):
+        if of_verl:
+            from verl import DataProto
 
-        apply = importlib.import_module("verl.trainer.ppo.ray_trainer").__dict__["apply_kl_penalty"]
-        data = DataProto.from_dict({**given, "token_level_scores": batch["rewards"], "response_mask": mask})
-        data, metrics = apply(data, control, name)
-        rewards = data.batch["token_level_rewards"]
-    else:
-        rewards, metrics = core_algos.apply_kl_penalty(
-            batch["rewards"], **given, response_mask=mask, kl_ctrl=control, kl_penalty=name
-        )
+            apply = importlib.import_module("verl.trainer.ppo.ray_trainer").__dict__["apply_kl_penalty"]
+            data = DataProto.from_dict({**given, "token_level_scores": batch["rewards"], "response_mask": mask})
+            data, metrics = apply(data, control, name)
+            rewards = data.batch["token_level_rewards"]
+        else:
+            rewards, metrics = core_algos.apply_kl_penalty(
+                batch["rewards"], **given, response_mask=mask, kl_ctrl=control, kl_penalty=name
+            )
     named = {key: [float(value)] for key, value in metrics.items()}
     return {"rewards": rewards.flatten().tolist(), "coefficient": [control.value], **named}
 
@@ -147,18 +151,17 @@ def corrected(batch: Batch, options: dict[str, Any]) -> Numbers:
     }
 
 
-def scheduled(_: Batch, warmup: int, total: int | None, floor: float, zero_indexed: bool) -> Numbers:
-    """Rates of ten steps: constant after the warm-up without `total`, else a cosine that ends there at `floor`."""
+def scheduled(_: Batch, warmup: int, total: int | None, options: dict[str, Any], steps: int = 10) -> Numbers:
+    """Rates of as many steps: constant after the warm-up without `total`, else a cosine that ends there."""
     if of_verl:
         places = importlib.import_module("verl.utils.torch_functional").__dict__
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         if total is None:
             schedule = places["get_constant_schedule_with_warmup"](optimizer, warmup)
         else:
-            make = places["get_cosine_schedule_with_warmup"]
-            schedule = make(optimizer, warmup, total, min_lr_ratio=floor, zero_indexed_step=zero_indexed)
+            schedule = places["get_cosine_schedule_with_warmup"](optimizer, warmup, total, **options)
         rates = []
-        for _step in range(10):
+        for _step in range(steps):
             rates += schedule.get_last_lr()
             optimizer.step()
             schedule.step()
@@ -171,10 +174,9 @@ def scheduled(_: Batch, warmup: int, total: int | None, floor: float, zero_index
         lr_warmup_steps=warmup,
         lr_scheduler_type="constant" if total is None else "cosine",
         total_training_steps=total or -1,
-        min_lr_ratio=floor,
-        zero_indexed_step=zero_indexed,
+        **options,
     )
-    return {"rates": [learning_rate(step, config) for step in range(10)]}
+    return {"rates": [learning_rate(step, config) for step in range(steps)]}
 
 
 def named(_: Batch) -> Numbers:
@@ -216,6 +218,40 @@ def redrawn(batch: Batch, method: str, power: float) -> Numbers:
     return {"rows": drawn.batch["row"].tolist()}
 
 
+def filtered(_: Batch, metric: str, groups: list[list[float]]) -> Numbers:
+    """Numbers of the groups that dynamic sampling keeps: a group is what each of its responses earned."""
+    earned = {f"{group}_{member}_0": value for group, of in enumerate(groups) for member, value in enumerate(of)}
+    if of_verl:
+        place = importlib.import_module("verl.trainer.ppo.v1.replay_buffer")
+
+        def stored(*, keys: list[str], **_: Any) -> dict[str, Any]:
+            scores = torch.tensor([[0.0, earned[key], 0.0] for key in keys])
+            return {"rm_scores": scores, "extra_fields": [{"reward_extra_info": {metric: earned[key]}} for key in keys]}
+
+        buffer = object.__new__(place.ReplayBuffer)
+        finished = {str(group) for group in range(len(groups))}
+        found: dict[str, Any] = {"finished_keys": finished, "_dapo_classification_cache": {}}
+        found["partitions"] = dict.fromkeys(earned, {"status": "finished"})
+        buffer.__dict__.update({name: {"train": value} for name, value in found.items()})
+        buffer.filter_groups_metric = "reward" if metric == "seq_reward" else metric
+        vars(place)["tq"] = SimpleNamespace(kv_batch_get=stored)  # its store, which is a server
+        dropped, _counts = buffer._dapo_filtered_keys("train")
+        return {"kept": sorted(map(int, finished - dropped))}
+    from verl import DataProto
+    from verl.trainer.ppo.dynamic_sampling import DynamicBatch
+    from verl.workers.reward_manager import RewardOutput
+
+    batch = DataProto.from_dict(
+        {"responses": torch.zeros(len(earned), 1)},
+        {"uid": np.array([key.split("_")[0] for key in earned], dtype=object)},
+    )
+    info = {} if metric == "seq_reward" else {metric: list(earned.values())}
+    scores = torch.tensor(list(earned.values())).unsqueeze(-1)
+    filling: Any = DynamicBatch(metric=metric, wanted=0, max_batches=1)
+    kept = filling.add(batch, RewardOutput(reward_tensor=scores, responses=[""] * len(earned), extra_info=info))
+    return {"kept": sorted(map(int, kept))}
+
+
 KINDS: dict[str, Any] = {
     "names": named,
     "entropy loss": entropy_loss,
@@ -230,6 +266,7 @@ KINDS: dict[str, Any] = {
     "kl in reward": penalised,
     "correction": corrected,
     "schedule": scheduled,
+    "filter": filtered,
 }
 
 

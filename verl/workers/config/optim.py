@@ -22,6 +22,9 @@ class OptimizerConfig:
     )
     lr_scheduler_type: str = option("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
     min_lr_ratio: float = option(0.0, "cosine and linear end at this share of lr", least=0, most=1)
+    num_cycles: float = option(
+        0.5, "waves of a cosine; a half falls to min_lr_ratio, one comes back to lr by the last step", least=0
+    )
     weight_decay: float = option(0.01, "decoupled weight decay", least=0)
     decay_norms_and_biases: bool = option(
         True, "weight_decay is that of every parameter; false: not of norms, biases and whatever has one dimension"

@@ -26,7 +26,8 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
         return config.peak_lr
     decay_steps = max(1, _known(total, f"lr_scheduler_type={config.lr_scheduler_type}") - warmup)
     progress = min(1.0, (step - warmup) / decay_steps)
-    left = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    waves = 2.0 * config.num_cycles * progress
+    left = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * waves))
     return config.peak_lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 

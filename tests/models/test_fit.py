@@ -9,7 +9,7 @@ import pytest
 from tests.models.architectures import ARCHITECTURES
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config
-from verl.utils.model_files import weight_shapes
+from verl.utils.model_files import weight_tensors
 from verl.workers.config import HFModelConfig
 from verl.workers.hf.fit import require_fit
 
@@ -31,13 +31,13 @@ def test_whole_weights_fit_and_without_any_kind_of_tensor_they_do_not(name, chec
     """As tools leave them out that do not know of experts, norms or biases."""
     monkeypatch.setattr("verl.workers.hf.fit.SHOWN", 1000)
     config = load_hf_config(HFModelConfig(path=str(checkpoints(name))))
-    shapes = weight_shapes(checkpoints(name), KEY)
-    require_fit(config, shapes, KEY, remote=False)
-    kinds = sorted({kind(tensor) for tensor in shapes if not tensor.startswith("mtp.") and not TIED.search(tensor)})
+    tensors = weight_tensors(checkpoints(name), KEY)
+    require_fit(config, tensors, KEY, remote=False)
+    kinds = sorted({kind(tensor) for tensor in tensors if not tensor.startswith("mtp.") and not TIED.search(tensor)})
     assert len(kinds) > 3
     for half in (kinds[::2], kinds[1::2]):
-        left_out = [tensor for tensor in shapes if kind(tensor) in half]
-        rest = {tensor: shape for tensor, shape in shapes.items() if tensor not in left_out}
+        left_out = [tensor for tensor in tensors if kind(tensor) in half]
+        rest = {tensor: each for tensor, each in tensors.items() if tensor not in left_out}
         with pytest.raises(ConfigError, match="does not fit the weights") as refusal:
             require_fit(config, rest, KEY, remote=False)
         unnamed = [tensor for tensor in left_out if f"{tensor} is not there" not in str(refusal.value)]

@@ -12,7 +12,7 @@ from transformers import AutoModelForTokenClassification
 from tests.models.architectures import ARCHITECTURES, FILE, write_checkpoint
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config
-from verl.utils.model_files import weight_shapes
+from verl.utils.model_files import weight_tensors
 from verl.workers.config import HFModelConfig
 from verl.workers.hf.fit import require_fit
 from verl.workers.hf.values import register_value_head
@@ -26,16 +26,16 @@ def model_dir(tiny_model_dir, tmp_path):
     return shutil.copytree(tiny_model_dir, tmp_path / "model")
 
 
-def fit(directory, shapes=None, **more):
+def fit(directory, tensors=None, **more):
     config = load_hf_config(HFModelConfig(path=str(directory)))
-    require_fit(config, weight_shapes(directory, KEY) if shapes is None else shapes, KEY, remote=False, **more)
+    require_fit(config, weight_tensors(directory, KEY) if tensors is None else tensors, KEY, remote=False, **more)
 
 
 def test_a_gpt_oss_without_its_experts_is_refused(tmp_path):
     write_checkpoint(ARCHITECTURES["gpt_oss"], tmp_path)
-    shapes = weight_shapes(tmp_path, KEY)
-    fit(tmp_path, shapes)
-    without = {tensor: shape for tensor, shape in shapes.items() if ".experts." not in tensor}
+    tensors = weight_tensors(tmp_path, KEY)
+    fit(tmp_path, tensors)
+    without = {tensor: each for tensor, each in tensors.items() if ".experts." not in tensor}
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.experts\.\w+ is not there; .* and \d more$"):
         fit(tmp_path, without)
 
@@ -70,7 +70,7 @@ def test_a_critic_needs_no_head_of_tokens_but_all_else(name, tmp_path):
         ({"intermediate_size": 100}, r"mlp.gate_proj.weight: \(100, \d+\) in the model"),
         ({"num_hidden_layers": 9}, r"model.layers.\d.* is not there.*more"),
         ({"num_hidden_layers": 1}, r"model.layers.1.* is not in the config's model"),
-        ({"hidden_act": "nothing"}, "no model can be built of config.json: KeyError"),
+        ({"hidden_act": "nothing"}, "config.json: transformers knows no hidden_act=nothing"),
     ],
 )
 def test_a_config_of_another_model_than_the_weights_names_the_tensors(model_dir, override, message):

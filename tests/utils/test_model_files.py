@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from verl.utils.builtin.tokenizer import build_tokenizer
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config
-from verl.utils.model_files import require_embeddings, require_whole_files, weight_shapes
+from verl.utils.model_files import require_embeddings, require_whole_files, weight_tensors
 from verl.workers.config import HFModelConfig
 
 KEY = "model.path"
@@ -36,10 +36,10 @@ def write_index(directory, weight_map):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_shapes_come_from_one_file_or_from_several(sharded, model_dir):
-    assert weight_shapes(sharded, KEY) == {"a": (2, 3), "b": (4,), "c": ()}
+def test_tensors_come_from_one_file_or_from_several(sharded, model_dir):
+    assert weight_tensors(sharded, KEY) == {"a": ("F32", (2, 3)), "b": ("F32", (4,)), "c": ("F32", ())}
     weights = load_file(model_dir / "model.safetensors")
-    assert weight_shapes(model_dir, KEY) == {name: value.shape for name, value in weights.items()}
+    assert weight_tensors(model_dir, KEY) == {name: ("F32", value.shape) for name, value in weights.items()}
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -85,7 +85,7 @@ def test_weights_that_are_not_whole_say_so(model_dir, damage, message):
     path = model_dir / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ConfigError, match=f"{KEY}: .*model.safetensors {message}"):
-        weight_shapes(model_dir, KEY)
+        weight_tensors(model_dir, KEY)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_weights_that_are_not_whole_say_so(model_dir, damage, message):
 def test_an_index_that_does_not_fit_its_files_says_how(sharded, weight_map, message):
     write_index(sharded, weight_map)
     with pytest.raises(ConfigError, match=message):
-        weight_shapes(sharded, KEY)
+        weight_tensors(sharded, KEY)
 
 
 def test_a_truncated_part_of_several_is_named(sharded):
     whole = (sharded / "two.safetensors").read_bytes()
     (sharded / "two.safetensors").write_bytes(whole[:-4])
     with pytest.raises(ConfigError, match=r"two.safetensors is truncated: it has \d+ of \d+ bytes"):
-        weight_shapes(sharded, KEY)
+        weight_tensors(sharded, KEY)
 
 
 def test_weights_that_would_be_unpickled_are_refused_with_the_conversion(tmp_path):
@@ -116,7 +116,7 @@ def test_weights_that_would_be_unpickled_are_refused_with_the_conversion(tmp_pat
     with pytest.raises(
         ConfigError, match=r"neither model.safetensors nor .* \.bin files are not read.*save_pretrained"
     ):
-        weight_shapes(tmp_path, KEY)
+        weight_tensors(tmp_path, KEY)
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(model_dir):

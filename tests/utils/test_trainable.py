@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from tests.models.architectures import ARCHITECTURES, write_checkpoint
 from tests.workers.engine.engine_cases import make_engine
 from verl.utils.config import ConfigError
-from verl.utils.model import load_hf_config
-from verl.utils.model_files import weight_shapes
+from verl.utils.model import load_hf_config, resolve_model_path
+from verl.utils.model_files import weight_tensors
 from verl.utils.trainable import require_trainable
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.model import load_hf_config as load_in_engine
@@ -43,7 +43,7 @@ def refusals(directory) -> list[str]:
     """Of the driver, and of a trainer's engine."""
     model = HFModelConfig(path=str(directory))
     with pytest.raises(ConfigError) as before:
-        require_fit(load_hf_config(model), weight_shapes(directory, KEY), KEY, remote=False)
+        require_fit(load_hf_config(model), weight_tensors(directory, KEY), KEY, remote=False)
     with pytest.raises(ConfigError) as loading:
         load_in_engine(model)
     return [str(before.value), str(loading.value)]
@@ -87,9 +87,48 @@ def test_quantised_weights_below_a_nested_config_are_told(model_dir):
     ],
 )
 def test_quantised_weights_whose_config_does_not_say_so_are_told_by_their_tensors(model_dir, name, method):
-    config, shapes = load_hf_config(HFModelConfig(path=str(model_dir))), weight_shapes(model_dir, KEY)
+    config, tensors = load_hf_config(HFModelConfig(path=str(model_dir))), weight_tensors(model_dir, KEY)
     with pytest.raises(ConfigError, match=rf"quantised \({method}\)"):
-        require_fit(config, shapes | {name: (1, 1)}, KEY, remote=False)
+        require_fit(config, tensors | {name: ("F32", (1, 1))}, KEY, remote=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=["I8", "U8", "F8_E4M3"])
+def test_weights_that_are_no_numbers_of_16_bits_or_more_are_told_by_their_dtype(request, model_dir, dtype):
+    weights = load_file(model_dir / "model.safetensors")
+    name = next(name for name in weights if name.endswith("up_proj.weight"))
+    save_file(weights | {name: weights[name].to(dtype)}, model_dir / "model.safetensors", {"format": "pt"})
+    config, tensors = load_hf_config(HFModelConfig(path=str(model_dir))), weight_tensors(model_dir, KEY)
+    with pytest.raises(ConfigError, match=rf"quantised \({request.node.callspec.id}: {name}\)"):
+        require_fit(config, tensors, KEY, remote=False)
+
+
+def test_adapters_beside_the_weights_are_not_left_out_without_a_word(model_dir):
+    config, tensors = load_hf_config(HFModelConfig(path=str(model_dir))), weight_tensors(model_dir, KEY)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    with pytest.raises(ConfigError, match=r"adapters are beside the weights .*merge_and_unload"):
+        require_fit(config, tensors | {name: ("F32", (2, 64))}, KEY, remote=False)
+
+
+def test_a_directory_of_adapters_and_one_of_gguf_are_told_what_to_give_instead(model_dir):
+    (model_dir / "model.safetensors").rename(model_dir / "model-Q4_K_M.gguf")
+    with pytest.raises(ConfigError, match="GGUF, which is quantised, is not read: give the checkpoint"):
+        resolve_model_path(model_dir)
+    (model_dir / "config.json").rename(model_dir / "adapter_config.json")
+    with pytest.raises(ConfigError, match="holds adapters alone: give a merged copy, .*merge_and_unload"):
+        resolve_model_path(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, r"model type `unheard` but Transformers does not recognize this architecture \(transformers [\d.]+\)$"),
+        ({"auto_map": {"AutoConfig": "own.Config"}}, "code of its own .* run with trust_remote_code=true"),
+    ],
+)
+def test_a_model_that_transformers_does_not_know_is_one_short_line(model_dir, fields, told):
+    rewrite(model_dir, model_type="unheard", **fields)
+    with pytest.raises(ConfigError, match=told):
+        load_hf_config(HFModelConfig(path=str(model_dir)))
 
 
 def test_an_engine_tells_them_by_their_tensors_too(model_dir):
@@ -116,7 +155,7 @@ def follow(refusal: str, directory, new) -> None:
 def is_taken(directory) -> None:
     """By the driver and by an engine."""
     model = HFModelConfig(path=str(directory))
-    require_fit(load_hf_config(model), weight_shapes(directory, KEY), KEY, remote=False)
+    require_fit(load_hf_config(model), weight_tensors(directory, KEY), KEY, remote=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         make_engine(directory)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.utils.builtin import builtin_model, is_builtin
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.trainable import MERGE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -57,9 +59,14 @@ def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True, key: st
             "builtin:tiny-qwen3-moe"
         )
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"{key}={str(path)!r} has no config.json: it is no Hugging Face model directory")
+        what = "it is no Hugging Face model directory"
+        if (directory / "adapter_config.json").is_file():
+            what = f"it holds adapters alone: give a merged copy, which `{MERGE}` of peft writes"
+        raise ConfigError(f"{key}={str(path)!r} has no config.json: {what}")
     if not any(next(directory.glob(pattern), None) for pattern in WEIGHT_FILES):
-        raise ConfigError(f"{key}={str(path)!r} has no weights ({' or '.join(WEIGHT_FILES)})")
+        gguf = "; GGUF, which is quantised, is not read: give the checkpoint that it was made of"
+        more = gguf if any(directory.glob("*.gguf")) else ""
+        raise ConfigError(f"{key}={str(path)!r} has no weights ({' or '.join(WEIGHT_FILES)}){more}")
     if need_tokenizer:
         elsewhere = f"; set {MODEL_KEY}.tokenizer_path if it is elsewhere" if key == f"{MODEL_KEY}.path" else ""
         _require_tokenizer(directory, key, elsewhere)
@@ -112,7 +119,12 @@ def load_hf_config(model: ModelSettings) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
     except Exception as exc:  # a class of configurations may raise anything
-        raise ConfigError(f"{directory / 'config.json'} cannot be loaded: {' '.join(str(exc).split())}") from exc
+        why = " ".join(str(exc).split())
+        if "does not recognize this architecture" in why:  # how to install another transformers follows
+            why = f"{why.partition('. ')[0]} (transformers {version('transformers')})"
+        elif "trust_remote_code" in why:
+            why = "it has code of its own (auto_map), which is run with trust_remote_code=true beside the path alone"
+        raise ConfigError(f"{directory / 'config.json'} cannot be loaded: {why}") from exc
     override(config, model.override_config, f"{MODEL_KEY}.override_config")
     return config
 

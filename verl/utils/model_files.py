@@ -11,7 +11,8 @@ from verl.utils.config import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-Shapes = dict[str, tuple[int, ...]]
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Their dtypes, in safetensors' words, and shapes."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
@@ -31,8 +32,8 @@ def require_whole_files(directory: Path, key: str) -> None:
             raise ConfigError(f"{key}: {path} is a git-lfs pointer, not the file: run `git lfs pull` in {directory}")
 
 
-def weight_shapes(directory: Path, key: str) -> Shapes:
-    """Of all tensors in the safetensors files of `directory`, from their headers alone.
+def weight_tensors(directory: Path, key: str) -> Tensors:
+    """All tensors in the safetensors files of `directory`, from their headers alone.
 
     Raises ConfigError for weights in another format, a file that is missing, truncated or damaged, and an index that
     names tensors which its files do not have.
@@ -74,7 +75,7 @@ def require_embeddings(tokenizer: PreTrainedTokenizerBase, config: PretrainedCon
         )
 
 
-def _header(path: Path, key: str) -> Shapes:
+def _header(path: Path, key: str) -> Tensors:
     from safetensors import SafetensorError, safe_open
 
     size = path.stat().st_size
@@ -89,14 +90,14 @@ def _header(path: Path, key: str) -> Shapes:
             header = json.loads(file.read(length) if length <= _LARGEST_HEADER else b"")
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             needed = _HEADER_SIZE + length + max((int(each["data_offsets"][1]) for each in entries.values()), default=0)
-            shapes = {name: tuple(map(int, each["shape"])) for name, each in entries.items()}
+            tensors = {name: (str(each["dtype"]), tuple(map(int, each["shape"]))) for name, each in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as exc:
             raise ConfigError(f"{key}: {path} is no safetensors file: {type(exc).__name__}: {exc}") from exc
     if size < needed:
         raise ConfigError(f"{key}: {path} is truncated: it has {size} of {needed} bytes")
     try:
         with safe_open(path, framework="np"):
-            return shapes
+            return tensors
     except SafetensorError as exc:
         raise ConfigError(f"{key}: {path} is damaged: {exc}") from exc
 

@@ -25,6 +25,7 @@ WRITES = {
 }
 """By method: what of transformers writes a copy whose weights are not quantised. In the original format it would leave
 out MXFP4's experts without a word, and raise for the others: their quantisation cannot be turned round."""
+MERGE = "PeftModel.from_pretrained(MODEL, ADAPTERS).merge_and_unload().save_pretrained(NEW)"
 SIGNS = {
     "gptq or awq": re.compile(r"\.(qweight|qzeros)$"),
     "mxfp4": re.compile(r"_(blocks|scales)$"),
@@ -34,22 +35,34 @@ SIGNS = {
     "bitsandbytes": re.compile(r"\.(SCB|weight\.(absmax|quant_map|nested_absmax|quant_state\..*))$"),
 }
 """By method: names of tensors that only quantised weights have."""
+TRAINED = ("F64", "F32", "F16", "BF16")
+"""Dtypes of what is trained, in safetensors' words."""
 
 
-def require_trainable(config: PretrainedConfig, key: str, *, beside_model: Collection[str] = ()) -> None:
-    """Raises ConfigError, which names `key`, for a model of another kind than causal language models, and for
-    quantised weights.
+def require_trainable(
+    config: PretrainedConfig, key: str, *, beside_model: Collection[str] = (), stored: Mapping[str, str] | None = None
+) -> None:
+    """Raises ConfigError, which names `key`, for a model of another kind than causal language models, for quantised
+    weights, and for adapters that are not merged.
 
-    `beside_model` are tensors of the files that are none of the model's.
+    `beside_model` are tensors of the files that are none of the model's, `stored` the dtypes of those that its
+    floating-point numbers are made of.
     """
-    _require_unquantised(config, beside_model, key)
+    _require_unquantised(config, beside_model, stored or {}, key)
+    if adapters := [name for name in beside_model if ".lora_" in name]:
+        raise ConfigError(
+            f"{key}: adapters are beside the weights ({adapters[0]}), and would be left out: give a merged copy, which "
+            f"`{MERGE}` of peft writes"
+        )
     _require_language_model(config, key)
 
 
-def _require_unquantised(config: PretrainedConfig, names: Collection[str], key: str) -> None:
+def _require_unquantised(config: PretrainedConfig, names: Collection[str], stored: Mapping[str, str], key: str) -> None:
     method = next(_methods(vars(config)), None)
     if method is None:
         method = next((method for method, sign in SIGNS.items() for name in names if sign.search(name)), None)
+    if method is None:
+        method = next((f"{dtype}: {name}" for name, dtype in stored.items() if dtype not in TRAINED), None)
     if method is None:
         return
     remedy = "give the checkpoint that they were made of, or a dequantised copy"

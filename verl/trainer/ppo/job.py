@@ -49,7 +49,7 @@ from verl.utils.model import (
     require_vocabulary,
     resolve_model_path,
 )
-from verl.utils.model_files import require_embeddings, require_whole_files, weight_shapes
+from verl.utils.model_files import require_embeddings, require_whole_files, weight_tensors
 from verl.utils.pictures import load_processor
 from verl.workers.config import CriticConfig, HFModelConfig, PPOConfig
 from verl.workers.hf.fit import require_fit
@@ -157,7 +157,7 @@ def local_critic(
     if model.path is not None:
         path = resolve_model_path(model.path)
         require_whole_files(path, "critic.model.path")
-        shapes = weight_shapes(path, "critic.model.path")
+        tensors = weight_tensors(path, "critic.model.path")
         require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
         hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))
         if is_wrapper(hf_config) or sees(hf_config):
@@ -165,7 +165,7 @@ def local_critic(
                 f"critic.model.path={path}: {hf_config.model_type} is more than a language model, and no model for a "
                 "critic: give a language model"
             )
-        require_fit(hf_config, shapes, "critic.model.path", remote=model.trust_remote_code, needs_head=False)
+        require_fit(hf_config, tensors, "critic.model.path", remote=model.trust_remote_code, needs_head=False)
         critic = replace(critic, model=replace(model, path=str(path)))
     require_engine(config, critic.strategy, critic.fsdp, critic.hf_model(str(policy)), device, labels=1)
     return critic

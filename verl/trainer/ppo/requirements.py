@@ -23,7 +23,7 @@ from verl.utils.model import (
     expert_count,
     load_hf_config,
 )
-from verl.utils.model_files import require_whole_files, weight_shapes
+from verl.utils.model_files import require_whole_files, weight_tensors
 from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
 from verl.workers.engine.registry import check_engine
 from verl.workers.hf.checkpoint import HFCheckpoint
@@ -41,8 +41,8 @@ def require_model(model: HFModelConfig, directory: Path) -> None:
         require_whole_files(Path(model.tokenizer_path).expanduser(), f"{MODEL_KEY}.tokenizer_path")
     key = f"{MODEL_KEY}.path"
     require_whole_files(directory, key)
-    shapes = weight_shapes(directory, key)
-    require_fit(load_hf_config(model), shapes, key, remote=model.trust_remote_code)
+    tensors = weight_tensors(directory, key)
+    require_fit(load_hf_config(model), tensors, key, remote=model.trust_remote_code)
 
 
 def require_policy_engines(config: PPOConfig, model: HFModelConfig, device: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,25 +12,28 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.compat.transformers import ignored_patterns
 from verl.utils.config import ConfigError
 from verl.utils.language_model import auto_class
+from verl.utils.model_files import Tensors
 from verl.utils.trainable import require_trainable
-from verl.workers.hf.conversion import Conversion, Shapes, conversion_of
+from verl.workers.hf.conversion import Conversion, conversion_of
 
 SHOWN = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def require_fit(config: PretrainedConfig, shapes: Shapes, key: str, *, remote: bool, needs_head: bool = True) -> None:
+def require_fit(config: PretrainedConfig, tensors: Tensors, key: str, *, remote: bool, needs_head: bool = True) -> None:
     """Raises ConfigError, which names `key`, if the weights lack a tensor of the model of `config`, or have others.
 
-    `shapes` are those of the tensors in the files. They are held against the model by transformers' own rules for
+    `tensors` are those in the files. They are held against the model by transformers' own rules for
     loading it, as a trainer's engine does. `remote`: the model's own code may be run. Without `needs_head` they may be
     those of a critic, without the layer that foretells tokens. What cannot be trained by its kind is refused, see
     `require_trainable`.
     """
     require_trainable(config, key)
     model = _on_meta(config, key, remote=remote)
+    shapes = {name: shape for name, (_, shape) in tensors.items()}
     found = conversion_of(model, shapes, may_lack=() if needs_head else _of_head_alone(model))
-    require_trainable(config, key, beside_model=(*found.unexpected, *found.aside))
+    stored = {name: tensors[name][0] for name in _of_numbers(model, found)}
+    require_trainable(config, key, beside_model=(*found.unexpected, *found.aside), stored=stored)
     problems = [
         *found.misshapen,
         *(f"{name} is not there" for name in found.missing),
@@ -49,9 +52,29 @@ def _on_meta(config: PretrainedConfig, key: str, *, remote: bool) -> PreTrainedM
         with torch.device("meta"):
             model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=remote)
     except Exception as exc:
-        why = " ".join(str(exc).split())
-        raise ConfigError(f"{key}: no model can be built of config.json: {type(exc).__name__}: {why}") from exc
+        why = " ".join(f"{type(exc).__name__}: {exc}".split())
+        if isinstance(exc, KeyError) and exc.args and (field := _field_of(config.to_dict(), exc.args[0])):
+            why = f"transformers knows no {field}={exc.args[0]}"
+        raise ConfigError(f"{key}: no model can be built of config.json: {why}") from exc
     return model
+
+
+def _field_of(fields: Mapping[str, Any], value: Any) -> str | None:
+    """The name of the one that has this value, or of one in it."""
+    for name, own in fields.items():
+        if isinstance(own, Mapping) and (inner := _field_of(own, value)):
+            return f"{name}.{inner}"
+        if isinstance(own, str) and own == value:
+            return name
+    return None
+
+
+def _of_numbers(model: PreTrainedModel, found: Conversion) -> Iterator[str]:
+    """Tensors of the files that floating-point numbers of the model are made of."""
+    own = model.state_dict()
+    for name, pieces in found.pieces.items():
+        if own[name].is_floating_point():
+            yield from (piece.origin for piece in pieces)
 
 
 def _of_head_alone(model: PreTrainedModel) -> set[str]:

@@ -42,8 +42,8 @@ def test_a_run_goes_on_when_a_host_with_rollouts_is_cut_off(tiny_model: Path, tm
     overrides = (
         "checkpoint_engine.backend=gloo",
         "actor_rollout_ref.actor.ppo_epochs=20",  # a second: the run is not over before the host is cut off
-        "checkpoint_engine.deadlines.publish_s=10",
-        "checkpoint_engine.deadlines.prepare_s=15",
+        "checkpoint_engine.deadlines.publish_s=100",
+        "checkpoint_engine.deadlines.prepare_s=100",
         f"trainer.total_training_steps={steps}",
     )
     with running(tiny_model, tmp_path, *overrides, ray=NOTICES_SOON) as run:
@@ -70,8 +70,8 @@ def test_rollouts_of_a_host_that_is_cut_off_go_on_on_a_spare_one_and_then_beside
     overrides = (
         f"checkpoint_engine.backend={backend}",
         "actor_rollout_ref.actor.ppo_epochs=20",
-        "checkpoint_engine.deadlines.publish_s=10",
-        "checkpoint_engine.deadlines.prepare_s=15",
+        "checkpoint_engine.deadlines.publish_s=100",
+        "checkpoint_engine.deadlines.prepare_s=100",
         "trainer.n_gpus_per_node=2",
         "trainer.num_cpus_per_rank=1.25",
         f"trainer.total_training_steps={steps}",

@@ -32,6 +32,7 @@ from benchmarks.synthetic_model import MIN_NBYTES, qwen_like_specs, row_sources
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.memory.committed import read_committed
 from verl.checkpoint_engine.plan.types import TensorSpec
+from verl.checkpoint_engine.ports import OnlyLoads
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
 from verl.utils.config import option
@@ -56,18 +57,13 @@ class Settings:
     block_kilobytes: int = option(1024, "largest piece with a digest", least=4)
 
 
-class CopyingReplica:
+class CopyingReplica(OnlyLoads):
     """Stands for an engine: copies a version into memory of its own, allocated once."""
 
     def __init__(self, name: str, node_index: int, specs: list[TensorSpec]) -> None:
         self.name = name
         self.node_index = node_index
         self.weights = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
-
-    async def _nothing(self, *_: object) -> None:
-        pass
-
-    pause = resume = health = sleep = wake_up = release_kv_cache = resume_kv_cache = _nothing
 
     async def activate(self, arena_path: str, version: int) -> None:
         await asyncio.to_thread(self._copy, arena_path, version)

@@ -11,7 +11,7 @@ from tests.checkpoint_engine.test_one_sided import MemoryWire
 from verl.checkpoint_engine.links.cuts import UPSTREAM, InTurn, parts_of, shares_of
 from verl.checkpoint_engine.links.fetch import Bucket, messages_of
 from verl.checkpoint_engine.links.holder import NodeHolder
-from verl.checkpoint_engine.links.page import Page
+from verl.checkpoint_engine.links.upstream import Page
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan
 from verl.checkpoint_engine.plan.topology import chain
 from verl.checkpoint_engine.plan.types import Member, Range

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .config import CheckpointEngineConfig
 from .memory.arena import NodeArena
-from .memory.committed import open_committed
+from .memory.committed import read_committed
 from .memory.digest import PieceDigests
 from .memory.publishing import Publication
 from .plan.delta_choice import DeltaRequest, Encoded, Staging
@@ -192,5 +192,4 @@ class CheckpointEngineWithCache(CheckpointEngine):
 
         Called on a rollout node, by any process of that host. Raises IntegrityError if `version` is not committed.
         """
-        with open_committed(arena_path, version) as (_, view):
-            yield from view.tensors()
+        return read_committed(arena_path, version)

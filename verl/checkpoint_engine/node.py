@@ -21,7 +21,7 @@ from pathlib import Path
 from .errors import CheckpointEngineError, ConfigError
 from .links.network import reached_at
 from .support import envs
-from .support.console import log_to_console
+from .support.console import log_to_console, say
 from .support.package import PACKAGE
 from .support.signals import end_when_told
 
@@ -61,21 +61,17 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         key_file = options.key_file.expanduser()
         made = make_key(key_file)
         key = key_in(key_file)
-        _say(f"the key is {'made:' if made else 'in'} {key_file}")
+        say(f"the key is {'made:' if made else 'in'} {key_file}")
         from .publisher import node_server  # torch, which takes seconds
 
         node_server.logger.setLevel(logging.INFO)  # who comes and goes is all that there is to tell
         asyncio.run(node_server.serve(host, options.port, key, envs.shm_dir()))
     except (CheckpointEngineError, OSError) as exc:
-        _say(f"error: {exc}")
+        say(f"error: {exc}")
         return 2
     except KeyboardInterrupt:  # how this is meant to end
-        _say("stopped")
+        say("stopped")
     return 0
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 if __name__ == "__main__":

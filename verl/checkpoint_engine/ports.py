@@ -56,6 +56,15 @@ class DeviceSource(WeightSource, Protocol):
         """Of all values; None if they are on several. It may be another one at the next sync (offloading)."""
 
 
+class OnlyLoads:
+    """The rest of a `Replica` that nothing runs beside, which has memory and requests of nobody else."""
+
+    async def _nothing(self, *_: object) -> None:
+        pass
+
+    pause = resume = health = sleep = wake_up = release_kv_cache = resume_kv_cache = _nothing
+
+
 class Replica(Protocol):
     """One rollout engine, which may span several tensor-parallel ranks. Called by the manager on the driver.
 

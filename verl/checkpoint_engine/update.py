@@ -26,7 +26,7 @@ from .parameter_server.metas import load_metas, save_metas
 from .parameter_server.records import RankMetas
 from .parameter_server.safetensors_files import read_checkpoint, split_files
 from .parameter_server.update_options import Options, parse
-from .support.console import is_live, log_to_console
+from .support.console import is_live, log_to_console, say
 from .support.package import PACKAGE, extra
 from .support.signals import end_when_told
 
@@ -100,10 +100,10 @@ def _update(
             report = server.update(name, request, receivers)
     except CheckpointEngineError:
         if options.rank == 0:
-            _say(PAUSED)
+            say(PAUSED)
         raise
     if report is not None and options.rank == 0:
-        _say(
+        say(
             f"{name}: {report.nbytes / 1e9:.3g} GB in {report.seconds:.2f} s, {report.gbytes_per_s:.3g} GB/s "
             f"({report.mode}, {report.buckets} buckets); version {version!r} is served by "
             + ", ".join(endpoint.url for endpoint in endpoints)
@@ -118,12 +118,12 @@ def _hold(server: ParameterServer, name: str, options: Options) -> None:
     if options.rank == 0:
         save_metas(options.save_metas_file, name, server.get_metas())
         until = f"for {options.hold_s:g} s" if options.hold_s else "until Ctrl-C"
-        _say(f"{name} is held for others {until}; metas are in {options.save_metas_file}")
+        say(f"{name} is held for others {until}; metas are in {options.save_metas_file}")
     try:
         threading.Event().wait(options.hold_s)
     except KeyboardInterrupt:  # how this is meant to end
         if options.rank == 0:
-            _say(f"{name} is not held any longer")
+            say(f"{name} is not held any longer")
     finally:
         if options.rank == 0:
             options.save_metas_file.unlink(missing_ok=True)  # nobody can use it any more
@@ -168,16 +168,12 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     try:
         run(parse(arguments, __doc__, program))
     except CheckpointEngineError as exc:
-        _say(f"error: {exc}")
+        say(f"error: {exc}")
         return 1
     except KeyboardInterrupt:
-        _say(f"interrupted; {PAUSED}")
+        say(f"interrupted; {PAUSED}")
         return INTERRUPTED
     return 0
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 if __name__ == "__main__":

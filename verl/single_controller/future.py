@@ -8,12 +8,22 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import ray
+from ray.exceptions import RayActorError
 
 from verl.single_controller.errors import WorkerTimeout
 
 Ref: TypeAlias = "ray.ObjectRef[Any]"
 ASKS_AFTER_S = 20.0
 """So long after the last answer of a rank the others are asked whether they live."""
+
+
+def is_of_dead_actor(answer: Ref) -> bool:
+    """Whether `answer`, which is there, says that its actor is gone."""
+    try:
+        ray.get(answer)
+    except RayActorError:
+        return True
+    return False
 
 
 class FailureHandler(Protocol):

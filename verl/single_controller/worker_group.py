@@ -22,7 +22,7 @@ from verl.protocol import DataProto
 from verl.single_controller.colocated import ColocatedWorkers
 from verl.single_controller.dispatch import Call, Dispatch, plan, registrations
 from verl.single_controller.errors import WorkerDied, WorkerFailed, WorkerGroupClosed, WorkerTimeout
-from verl.single_controller.future import Ref, WorkerFuture
+from verl.single_controller.future import Ref, WorkerFuture, is_of_dead_actor
 from verl.single_controller.init_args import RayClassWithInitArgs
 from verl.single_controller.resource_pool import RayResourcePool
 from verl.single_controller.worker import RankInfo, RankProcess, Worker, actor_class
@@ -154,7 +154,7 @@ class RayWorkerGroup:
             return list(self._lost)
         asked: dict[Ref, int] = {worker._verl_ping.remote(): rank for rank, worker in enumerate(self._workers)}
         answers, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-        dead = sorted(asked[ref] for ref in answers if _is_of_dead_actor(ref))
+        dead = sorted(asked[ref] for ref in answers if is_of_dead_actor(ref))
         return [f"{self._where(rank)} died" for rank in dead] + [
             f"{self._where(asked[ref])} does not answer" for ref in silent
         ]
@@ -368,14 +368,6 @@ class RayWorkerGroup:
             gone = [worker._verl_ping.remote() for worker in self._workers]
             ray.wait(gone, num_returns=len(gone), timeout=KILL_TIMEOUT_S)
         self._pool.release(self)
-
-
-def _is_of_dead_actor(answer: Ref) -> bool:
-    try:
-        ray.get(answer)
-    except RayActorError:
-        return True
-    return False
 
 
 def _share(value: Any, shared: dict[int, Any], num_ranks: int) -> Any:

@@ -13,6 +13,7 @@ from verl.checkpoint_engine.support.config import (
     option,
     section,
     to_mapping,
+    written,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "option",
     "section",
     "to_mapping",
+    "written",
 ]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.parameter_server.assignment import assign_receiver_ranks, topology_of
+from verl.checkpoint_engine.parameter_server.buckets import assign_receiver_ranks, topology_of
 from verl.checkpoint_engine.parameter_server.records import RankMetas
 
 Topology = dict[str, set[int]]

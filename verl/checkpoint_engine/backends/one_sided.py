@@ -24,12 +24,12 @@ from ..errors import TransportError
 from ..links.copying import bucket_nbytes_for, steps_of
 from ..links.cuts import UPSTREAM, part_nbytes_for
 from ..links.deltas import NodeDeltas
-from ..links.exposed import Exposed
 from ..links.fetch import (
     spread_over_bounce,
 )
 from ..links.holder import IN_FLIGHT, NodeHolder
 from ..links.intake import Intake
+from ..links.stamps import Exposed
 from ..links.traffic import links_of
 from ..links.wire import OwnerAddress, Wire
 from ..links.wires import Wires

@@ -31,8 +31,7 @@ from ..plan.types import Member, Range
 from ..support.admission import Admission
 from .cuts import UPSTREAM, Cut, InTurn, shares_of
 from .fetch import Bucket, FetchLoop, messages_of
-from .page import Endpoint, Page
-from .upstream import UpstreamReader, name_of
+from .upstream import Endpoint, Page, UpstreamReader, name_of
 from .wire import UInt8s, Wire, WireReader
 
 MOST_RECEIVERS = 64

@@ -22,9 +22,9 @@ from .copying import CopyingReader, Step
 from .deltas import NodeDeltas, buckets_of, fitting, reader_of
 from .fetch import Bucket, FetchLoop, RangeReader, bounce_nbytes, messages_of, pieces_again, run_together
 from .holder import NodeHolder
-from .page import publication_of
 from .stamps import Stamp, Stamps, raise_if_changed, read_stamps
 from .traffic import Traffic
+from .upstream import publication_of
 from .wire import OwnerAddress, UInt8s, Wire, WireReader
 from .wires import Wires
 

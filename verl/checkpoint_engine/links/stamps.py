@@ -1,4 +1,5 @@
-"""How a node knows what it reads: the stamp that an owner has next to its region, never inside it.
+"""What a trainer rank shows to nodes that read when they like, and how a node knows what it reads: by the stamp that an
+owner has next to its region, never inside it.
 
 It names the owner's incarnation (a process that took over an address is not the owner), the number of the publication
 and the version. Stamps that are equal before and after, and of the version asked for, mean that every byte in between
@@ -16,8 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import TransportError, TransportTimeout
+from ..memory.packed import PackedRegion
+from ..memory.publishing import Publication, publish
+from ..plan.delta_choice import DeltaRequest, Encoded
+from ..plan.sync_plan import SyncPlan
+from ..ports import WeightSource
+from .deltas import OwnerDeltas
 from .fetch import STOPPED_S
-from .wire import UInt8s, WireReader
+from .wire import OwnerAddress, UInt8s, Wire, WireReader
 
 Stamps = npt.NDArray[np.int64]
 """[owners, `Stamp.WORDS`], in the order of the reader's owners."""
@@ -88,3 +95,39 @@ def _what_is_there(same_owner: bool, version: int) -> str:
     if not same_owner:
         return "another process answers at its address"
     return "it is publishing" if version == Stamp.WRITING else f"it holds version {version}"
+
+
+class Exposed:
+    """Registered with a wire once. Nodes may read until that is closed, so it lives longer."""
+
+    def __init__(self, plan: SyncPlan, owner: int, wire: Wire, *, with_deltas: bool) -> None:
+        """The pieces of `owner`; `with_deltas`: also room for what changes from one version to the next."""
+        self.region = PackedRegion(plan, owner)
+        self.stamp = Stamp()
+        wire.register(self.region.bytes.numpy())
+        wire.register(self.stamp.bytes)
+        self._deltas: OwnerDeltas | None = None
+        if with_deltas:
+            self._deltas = OwnerDeltas(plan, owner, self.region)
+            wire.register(self._deltas.bytes)
+        self.address = OwnerAddress(
+            wire.address(),
+            self.stamp.incarnation,
+            self.region.address,
+            self.stamp.bytes.ctypes.data,
+            deltas=self._deltas.bytes.ctypes.data if self._deltas is not None else 0,
+        )
+
+    def publish(self, version: int, source: WeightSource, request: DeltaRequest | None) -> Publication:
+        """Copy the pieces from `source`, and write down what changed if `request` says so and it pays."""
+        self.stamp.begin()
+        if self._deltas is None:
+            publication = publish(source, self.region)
+            self.stamp.finish(version)
+        else:
+            publication = self._deltas.publish(version, source, request)
+            self.stamp.finish(version, *self._deltas.leads_from)
+        return publication
+
+    def encoded(self, version: int) -> Encoded | None:
+        return self._deltas.encoded(version) if self._deltas is not None else None

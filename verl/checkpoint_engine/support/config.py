@@ -147,15 +147,15 @@ def _checked(hint: Any, value: Any, dotted: str, metadata: Mapping[str, Any], pr
 
 
 def _not_a_choice(dotted: str, value: Any, choices: tuple[Any, ...], help_text: str) -> str:
-    words = [_written(choice) for choice in choices]
+    words = [written(choice) for choice in choices]
     if len(words) == 1:
-        return f"{dotted}={_written(value)} is not possible, only {words[0]}: {help_text}"
-    shown = repr(value) if isinstance(value, str) else _written(value)
+        return f"{dotted}={written(value)} is not possible, only {words[0]}: {help_text}"
+    shown = repr(value) if isinstance(value, str) else written(value)
     near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.6)
     return f"{dotted}={shown} is not one of: {', '.join(words)}." + (f" Did you mean {near[0]!r}?" if near else "")
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """As the user writes it in YAML and on the command line."""
     if value is None:
         return "null"
@@ -181,7 +181,7 @@ def _convert(hint: Any, value: Any, dotted: str) -> Any:
         return _convert_union(typing.get_args(hint), value, dotted)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{dotted} is a section of keys; it cannot be set to {_written(value)}")
+            raise ConfigError(f"{dotted} is a section of keys; it cannot be set to {written(value)}")
         return from_mapping(typing.cast("type[Any]", hint), value, dotted)
     if hint is Any:
         return value
@@ -224,7 +224,7 @@ def _convert_sequence(hint: Any, value: Any, dotted: str) -> Any:
     if isinstance(value, (str, int, float)):
         value = [value]  # as it stands on the command line: trainer.logger=console
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{dotted} takes a list, not {_written(value)}")
+        raise ConfigError(f"{dotted} takes a list, not {written(value)}")
     item = (typing.get_args(hint) or (Any,))[0]
     items = [_convert(item, element, f"{dotted}[{index}]") for index, element in enumerate(value)]
     return typing.get_origin(hint)(items)

@@ -24,6 +24,11 @@ def log_to_console() -> None:
     logging.getLogger(PACKAGE).setLevel(logging.WARNING)
 
 
+def say(text: str) -> None:
+    """A line on stderr."""
+    sys.stderr.write(text + "\n")
+
+
 class _Stderr(logging.Handler):
     """stderr as it is at the time of each record: a progress bar takes its place while it is up."""
 

@@ -22,6 +22,7 @@ from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
 from verl.protocol import DataProto
+from verl.single_controller.future import is_of_dead_actor
 from verl.utils.dataset.rl_dataset import Partners
 from verl.workers.config import PPOConfig
 
@@ -137,7 +138,7 @@ class AgentLoopManager:
         asked = {worker.set_servers.remote(self._servers): rank for rank, worker in enumerate(self._workers)}
         timeout_s = self._config.actor_rollout_ref.rollout.control_timeout_s
         answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-        lost = sorted(asked[one] for one in (*silent, *filter(_is_of_dead_actor, answered)))
+        lost = sorted(asked[one] for one in (*silent, *filter(is_of_dead_actor, answered)))
         for rank in lost:
             logger.warning("agent-loop-worker-%d died or does not answer; starting it again", rank)
             ray.kill(self._workers[rank], no_restart=True)
@@ -217,14 +218,6 @@ class AgentLoopManager:
         rounds = math.ceil(num_samples / len(self._workers) / rollout.agent.max_concurrency)
         turns = rollout.multi_turn.max_assistant_turns or self._config.data.max_response_length  # a token each
         return rounds * turns * (rollout.generate_timeout_s + rollout.multi_turn.tool_timeout_s)
-
-
-def _is_of_dead_actor(answer: Any) -> bool:
-    try:
-        ray.get(answer)
-    except RayActorError:
-        return True
-    return False
 
 
 def _summary(metrics: dict[str, list[Any]]) -> dict[str, float]:

@@ -26,6 +26,7 @@ from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, Places, Sample, options_of_actor
 from verl.experimental.fully_async_policy.rollouter import Rollouter
 from verl.experimental.fully_async_policy.state import Anchor, RollouterState, Since
+from verl.single_controller.future import is_of_dead_actor
 from verl.trainer.fleet.recovery import RestartLimit
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.workers.config import PPOConfig
@@ -231,7 +232,7 @@ class Supply:
         answers, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWERS_WITHIN_S)
         for answer in silent:
             asked[answer].was_silent = True
-        return [part for answer, part in asked.items() if answer in silent or _is_of_dead_actor(answer)]
+        return [part for answer, part in asked.items() if answer in silent or is_of_dead_actor(answer)]
 
     def _restart_lost(self, failure: Exception) -> None:
         """Start again what died, and go on generating. Raises `failure` if nothing had, SupplyLost if it may not be."""
@@ -334,14 +335,6 @@ def _remote(cls: type, *arguments: Any, **named: Any) -> Any:
 def _got(answer: Any) -> Any:
     """Of an actor that may be starting."""
     return ray.get(answer, timeout=STARTS_WITHIN_S)
-
-
-def _is_of_dead_actor(answer: Any) -> bool:
-    try:
-        ray.get(answer)
-    except RayActorError:
-        return True
-    return False
 
 
 async def _kill_when_silent(part: _Part) -> None:

@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from ...compat.vllm import own_rotary_tables
 from ...parameter_server.endpoints import ENGINE_NAME
+from ...ports import OnlyLoads
 from ..leftovers import Leftovers
 from .build import standing_alone
 from .live import differences, live_tensors
@@ -45,7 +46,7 @@ class ComparedWorker:
         return len(live), differences(live, live_tensors(fresh))
 
 
-class CertifiedEngine:
+class CertifiedEngine(OnlyLoads):
     """A real engine that starts from dummy weights. Implements `verl.checkpoint_engine.ports.Replica`."""
 
     name, node_index = "replica-0", 0
@@ -112,24 +113,3 @@ class CertifiedEngine:
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
         self._leftovers.remove()
-
-    async def pause(self, mode: str) -> None:
-        """Nothing runs beside a sync."""
-
-    async def resume(self) -> None:
-        """Nothing was paused."""
-
-    async def health(self) -> None:
-        """What fails raises."""
-
-    async def sleep(self) -> None:
-        """It has nothing else to do."""
-
-    async def wake_up(self) -> None:
-        """It never slept."""
-
-    async def release_kv_cache(self) -> None:
-        """It keeps it."""
-
-    async def resume_kv_cache(self) -> None:
-        """It kept it."""

@@ -14,7 +14,7 @@ from verl.trainer.config.from_verl.rules import Moved, NoEffect, Rule, find_rule
 from verl.trainer.config.from_verl.spellings import REASONS, SPELLINGS
 from verl.trainer.config.schema import free_form_key, is_known, keys
 from verl.utils.builtin import SEEING_MODEL, SHAPES
-from verl.utils.config import ConfigError
+from verl.utils.config import ConfigError, written
 from verl.utils.language_model import SEEING, directory_sees
 
 CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
@@ -47,12 +47,6 @@ class Translation:
     """Keys that neither side has."""
     refused: dict[str, list[str]] = field(default_factory=dict)
     """Keys of verl's that are not here, by the reason; a line each in `problems`."""
-
-
-def written(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def rule_of(dotted: str) -> Rule | None:

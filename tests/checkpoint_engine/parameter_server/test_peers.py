@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
-from tests import forked
-from tests.checkpoint_engine.fakes import send_signal
+from tests.checkpoint_engine.member_processes import MemberProcess
 from verl.checkpoint_engine.backends.mooncake import MooncakeWire
 from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.parameter_server.peers import MAX_IN_FLIGHT, MAX_READ_NBYTES, PeerReader
@@ -46,23 +43,22 @@ def own_wire() -> Iterator[MooncakeWire]:
     made.close()
 
 
-def serve(pipe: Connection, seed: int) -> None:
-    """A peer in a process of its own: `NBYTES` of memory, until the pipe closes."""
-    torch.set_num_threads(1)
-    memory = torch.arange(NBYTES // 8, dtype=torch.int64) * seed
-    wire = new_wire()
-    wire.register(memory.view(torch.uint8).numpy())
-    pipe.send((wire.address().decode(), memory.data_ptr()))
-    try:
-        pipe.recv()
-    except EOFError:
-        os._exit(0)
+class Serving:
+    """In a process of its own: `NBYTES` of memory."""
+
+    def __init__(self, seed: int) -> None:
+        self._memory = torch.arange(NBYTES // 8, dtype=torch.int64) * seed
+        self._wire = new_wire()
+        self._wire.register(self._memory.view(torch.uint8).numpy())
+
+    def place(self) -> tuple[str, int]:
+        return self._wire.address().decode(), self._memory.data_ptr()
 
 
-class Peer:
+class Peer(MemberProcess):
     def __init__(self, seed: int = 3) -> None:
-        self._process, self._pipe = forked.start(serve, seed)
-        self.address, self.memory = self._pipe.recv()
+        super().__init__(f"peer-{seed}", Serving, seed)
+        self.address, self.memory = self.call("place")
         self.held = torch.arange(NBYTES // 8) * seed
 
     def read(
@@ -70,21 +66,12 @@ class Peer:
     ) -> None:
         reader.read(owner_at(self.address), self.memory, target.view(torch.uint8), timeout_s, stop)
 
-    def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        send_signal(self._process.pid, number)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
-
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
     made = Peer()
     yield made
-    made.close()
+    made.signal(signal.SIGKILL)
 
 
 @pytest.fixture
@@ -110,7 +97,7 @@ def test_a_peer_that_was_killed_is_named_and_others_can_be_read(reader: PeerRead
     with reader.into([target.view(torch.uint8)]):
         killed.read(reader, target)
         assert torch.equal(target, killed.held)
-        killed.close()
+        killed.signal(signal.SIGKILL)
         with pytest.raises(TransportError, match=f"reading from the P2P store at {killed.address}"):
             killed.read(reader, target, timeout_s=3600.0)
     with reader.into([target.view(torch.uint8)]):
@@ -124,12 +111,12 @@ def test_a_peer_that_stalls_is_named_at_the_deadline_and_writes_nothing_later(
     served = own_wire.address()
     with reader.into([target.view(torch.uint8)]):
         peer.read(reader, target)
-        peer.send_signal(signal.SIGSTOP)
+        peer.signal(signal.SIGSTOP)
         message = rf"\[stage\] {NBYTES} bytes have not come: the P2P store at {peer.address}, within 1.0 s"
         with pytest.raises(TransportTimeout, match=message):
             peer.read(reader, target, timeout_s=1.0)
     target.zero_()
-    peer.send_signal(signal.SIGCONT)
+    peer.signal(signal.SIGCONT)
     # Who serves beside the reader has kept its address, and the next read finds the peer again.
     test_what_is_read_is_what_is_there(reader, own_wire, 64)
     assert own_wire.address() == served
@@ -143,8 +130,8 @@ def test_a_read_can_be_given_up_from_another_thread(reader: PeerReader, peer: Pe
     stop = threading.Event()
     with reader.into([target.view(torch.uint8)]):
         peer.read(reader, target)
-        peer.send_signal(signal.SIGSTOP)
+        peer.signal(signal.SIGSTOP)
         threading.Timer(0.3, stop.set).start()
         with pytest.raises(TransportError, match=f"P2P store at {peer.address}: given up"):
             peer.read(reader, target, 60.0, stop)
-    peer.send_signal(signal.SIGCONT)
+    peer.signal(signal.SIGCONT)

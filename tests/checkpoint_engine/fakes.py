@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.memory.committed import read_committed
-from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
+from verl.checkpoint_engine.plan.types import Box, Shard, SyncReport, TensorSpec
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
@@ -118,6 +118,32 @@ class RecordingReplica:
 
     async def resume_kv_cache(self) -> None:
         await self._step("resume_kv_cache")
+
+
+def assert_bit_equal(replica: RecordingReplica, version: int, expected: Mapping[str, torch.Tensor]) -> None:
+    assert replica.version == version
+    assert replica.weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        received = replica.weights[name]
+        assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(received.reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)), (
+            name
+        )
+
+
+def later(tensors: Mapping[str, torch.Tensor]) -> Callable[[int], dict[str, torch.Tensor]]:
+    """Of each version the weights, all of them others."""
+    return lambda version: {name: tensor + version for name, tensor in tensors.items()}
+
+
+def raising(error: Exception, times: int = 10**9) -> Callable[[], None]:
+    left = iter(range(times))
+
+    def step() -> None:
+        if next(left, None) is not None:
+            raise error
+
+    return step
 
 
 def arenas_in(shm_dir: Path) -> list[Path]:
@@ -247,6 +273,18 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         await self.manager.close()
+
+    async def three_versions(
+        self, weights_of: Callable[[int], Mapping[str, torch.Tensor]]
+    ) -> AsyncIterator[tuple[Mapping[str, torch.Tensor], SyncReport]]:
+        """Sync versions 0 to 2, each of which every replica then has, bit-equal. Yields its weights and the report."""
+        for version in range(3):
+            expected = weights_of(version)
+            self.set_weights(expected)
+            report = await self.manager.update_weights(version)
+            for replica in self.replicas:
+                assert_bit_equal(replica, version, expected)
+            yield expected, report
 
     def set_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for source in self.sources:

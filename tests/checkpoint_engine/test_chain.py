@@ -14,8 +14,15 @@ import torch
 
 from benchmarks.fleet import node_process
 from tests.checkpoint_engine.backends import CHAINS
-from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, soon
-from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
+from tests.checkpoint_engine.fakes import (
+    ColumnShardedSource,
+    Fleet,
+    RecordingReplica,
+    RowShardedSource,
+    assert_bit_equal,
+    soon,
+)
+from tests.checkpoint_engine.test_contract import CASES, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.backends import one_sided
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -48,12 +55,7 @@ async def test_three_versions_of_every_kind_of_tensor_arrive_bit_equal_on_every_
     backend: str, nodes: int, source: type[RowShardedSource], tmp_path: Path
 ):
     async with chain_of(every_kind(0), tmp_path, trainers=2, nodes=nodes, backend=backend, source=source) as fleet:
-        for version in range(3):
-            expected = every_kind(version)
-            fleet.set_weights(expected)
-            report = await fleet.manager.update_weights(version)
-            for replica in fleet.replicas:
-                assert_bit_equal(replica, version, expected)
+        async for expected, report in fleet.three_versions(every_kind):
             payload = sum(tensor.nbytes for tensor in expected.values())
             assert report.nbytes_moved == payload * (nodes + 1)
 

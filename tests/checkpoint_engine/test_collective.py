@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint_engine.fakes import Fleet, soon
+from tests.checkpoint_engine.fakes import Fleet, raising, soon
 from verl.checkpoint_engine.backends import collective
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError, SyncAborted, TransportError, TransportTimeout
 from verl.checkpoint_engine.links import owner_groups, rendezvous
@@ -91,13 +91,7 @@ async def test_the_others_are_free_at_once_when_one_member_fails(tmp_path: Path)
 
 async def test_another_attempt_of_the_same_sync_connects_anew(tmp_path: Path):
     async with fleet_of(tmp_path, retries=1) as fleet:
-        failures = [TransportError("once")]
-
-        def fail_once() -> None:
-            if failures:
-                raise failures.pop()
-
-        fleet.trainers[0].before["serve"] = fail_once
+        fleet.trainers[0].before["serve"] = raising(TransportError("once"), times=1)
         report = await fleet.manager.update_weights(1)
         assert report.retries == 1
         assert all(torch.equal(replica.weights["w"], TENSORS["w"]) for replica in fleet.replicas)

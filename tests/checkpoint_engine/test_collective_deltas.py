@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet
+from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, raising
 from tests.checkpoint_engine.member_processes import SpoiledCommunicator
 from tests.checkpoint_engine.test_deltas import MODEL, Story, delta_of, nudged, synced
 from tests.checkpoint_engine.test_one_sided import engine_of
@@ -135,13 +135,7 @@ async def test_a_bit_that_flips_in_deltas_on_the_way_is_noticed_and_everything_i
 async def test_a_sync_that_fails_on_the_way_is_tried_again_over_new_connections(tmp_path: Path) -> None:
     async with fleet_of(tmp_path, retries=1) as fleet:
         await synced(fleet, 0, MODEL)
-        failures = [TransportError("nobody knows why", phase="stage")]
-
-        def fail_once() -> None:
-            if failures:
-                raise failures.pop()
-
-        fleet.nodes[0].before["stage"] = fail_once
+        fleet.nodes[0].before["stage"] = raising(TransportError("nobody knows why", phase="stage"), times=1)
         report = await synced(fleet, 1, nudged(MODEL, 0.02, 1))
         assert (report.retries, delta_of(report).way) == (1, "full")
         assert delta_of(await synced(fleet, 2, nudged(MODEL, 0.02, 2))).way == "delta"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoint_engine.backends import BACKENDS, EXAMPLE, QUICK, SLOW, nbytes_moved, using
-from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, arenas_in
+from tests.checkpoint_engine.fakes import (
+    ColumnShardedSource,
+    Fleet,
+    RowShardedSource,
+    arenas_in,
+    assert_bit_equal,
+    later,
+)
 
 BLOCK_KB = 4
 BLOCK = BLOCK_KB * 1024
@@ -64,17 +71,6 @@ def tensors_of(case: str, round_: int) -> dict[str, torch.Tensor]:
     return CASES[case]()
 
 
-def assert_bit_equal(replica: RecordingReplica, version: int, expected: Mapping[str, torch.Tensor]) -> None:
-    assert replica.version == version
-    assert replica.weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        received = replica.weights[name]
-        assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(received.reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)), (
-            name
-        )
-
-
 @pytest.mark.parametrize(
     ("backend", "case"),
     [using(backend, case) for backend in QUICK if backend not in ALIKE for case in CASES if case != LONG_CASE]
@@ -92,12 +88,7 @@ async def test_three_versions_arrive_bit_equal(backend: str, case: str, tmp_path
         update_weights_bucket_megabytes=1,
         retries=0,
     ) as fleet:
-        for version in range(3):
-            expected = tensors_of(case, version)
-            fleet.set_weights(expected)
-            report = await fleet.manager.update_weights(version)
-            for replica in fleet.replicas:
-                assert_bit_equal(replica, version, expected)
+        async for expected, report in fleet.three_versions(partial(tensors_of, case)):
             needed = sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
             assert report.nbytes_needed == needed
             assert report.nbytes_moved == nbytes_moved(backend, needed, nodes=1)
@@ -142,12 +133,7 @@ async def test_any_number_of_trainers_reaches_any_number_of_nodes(
         update_weights_bucket_megabytes=1,
         retries=0,
     ) as fleet:
-        for version in range(3):
-            expected = {name: tensor + version for name, tensor in tensors.items()}
-            fleet.set_weights(expected)
-            report = await fleet.manager.update_weights(version)
-            for replica in fleet.replicas:
-                assert_bit_equal(replica, version, expected)
+        async for _, report in fleet.three_versions(later(tensors)):
             assert report.nbytes_needed == nodes * sum(tensor.nbytes for tensor in tensors.values())
 
 

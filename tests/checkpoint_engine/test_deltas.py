@@ -13,8 +13,15 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.backends import EXAMPLE, using
-from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource, Through
-from tests.checkpoint_engine.test_contract import CASES, assert_bit_equal, tensors_of
+from tests.checkpoint_engine.fakes import (
+    ColumnShardedSource,
+    Fleet,
+    RowShardedSource,
+    Through,
+    assert_bit_equal,
+    raising,
+)
+from tests.checkpoint_engine.test_contract import CASES, tensors_of
 from tests.checkpoint_engine.test_one_sided import engine_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, SyncAborted, TransportError
@@ -111,13 +118,7 @@ def fleet_of(tmp_path: Path, **config: object) -> Fleet:
 async def test_a_sync_that_is_tried_again_moves_the_same_deltas(tmp_path: Path) -> None:
     async with fleet_of(tmp_path, retries=1) as fleet:
         await synced(fleet, 0, MODEL)
-        failures = [TransportError("nobody knows why", phase="stage")]
-
-        def fail_once() -> None:
-            if failures:
-                raise failures.pop()
-
-        fleet.nodes[0].before["stage"] = fail_once
+        fleet.nodes[0].before["stage"] = raising(TransportError("nobody knows why", phase="stage"), times=1)
         report = await synced(fleet, 1, nudged(MODEL, 0.02, 1))
         assert (report.retries, delta_of(report).way, delta_of(report).pieces_whole) == (1, "delta", 0)
 
@@ -126,7 +127,7 @@ async def test_after_a_sync_that_was_aborted_everything_is_sent(tmp_path: Path) 
     async with fleet_of(tmp_path) as fleet:
         first = nudged(MODEL, 0.02, 1)
         await synced(fleet, 0, MODEL)
-        fleet.nodes[0].before["verify"] = lambda: (_ for _ in ()).throw(TransportError("gone", phase="verify"))
+        fleet.nodes[0].before["verify"] = raising(TransportError("gone", phase="verify"))
         fleet.set_weights(first)
         with pytest.raises(SyncAborted):
             await fleet.manager.update_weights(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import msgspec
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource
-from tests.checkpoint_engine.test_contract import BLOCK_KB, assert_bit_equal, tensors_of
+from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RowShardedSource, assert_bit_equal
+from tests.checkpoint_engine.test_contract import BLOCK_KB, tensors_of
 from tests.checkpoint_engine.test_one_sided import MemoryWire, engine_of
 
 pytest.importorskip("mooncake", reason="mooncake is not installed", exc_type=ImportError)
@@ -71,12 +72,7 @@ async def test_three_versions_of_every_kind_of_tensor_arrive_bit_equal_on_every_
     case = "all of these in one"
     options = {"trainers": trainers, "nodes": nodes, "source": source, "block_kilobytes": BLOCK_KB}
     async with fleet_of(tensors_of(case, 0), tmp_path, **options) as fleet:
-        for version in range(3):
-            expected = tensors_of(case, version)
-            fleet.set_weights(expected)
-            report = await fleet.manager.update_weights(version)
-            for replica in fleet.replicas:
-                assert_bit_equal(replica, version, expected)
+        async for expected, report in fleet.three_versions(partial(tensors_of, case)):
             assert report.nbytes_moved == (nodes + 1) * sum(tensor.nbytes for tensor in expected.values())
 
 

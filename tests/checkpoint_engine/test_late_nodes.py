@@ -12,9 +12,15 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.backends import CHAINS, using
-from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, Through, arenas_in
+from tests.checkpoint_engine.fakes import (
+    ColumnShardedSource,
+    Fleet,
+    RecordingReplica,
+    Through,
+    arenas_in,
+    assert_bit_equal,
+)
 from tests.checkpoint_engine.member_processes import MemberProcess, Node, ProcessFleet
-from tests.checkpoint_engine.test_contract import assert_bit_equal
 from tests.checkpoint_engine.test_one_sided import engine_of, fleet_of
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, SyncAborted, TransportError, TransportTimeout

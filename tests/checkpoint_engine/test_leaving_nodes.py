@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint_engine.backends import BACKENDS, CHAINS
-from tests.checkpoint_engine.fakes import Fleet
-from tests.checkpoint_engine.test_contract import assert_bit_equal
+from tests.checkpoint_engine.fakes import Fleet, assert_bit_equal
 from verl.checkpoint_engine.errors import SyncAborted, TransportError
 
 IN_A_CHAIN = [

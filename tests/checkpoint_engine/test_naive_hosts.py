@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from benchmarks.namespaces import NotPermitted, joined_hosts
-from tests.checkpoint_engine.fakes import ColumnShardedSource, Fleet, RecordingReplica, RowShardedSource, arenas_in
+from tests.checkpoint_engine.fakes import (
+    ColumnShardedSource,
+    Fleet,
+    RecordingReplica,
+    RowShardedSource,
+    arenas_in,
+    later,
+)
 from tests.checkpoint_engine.member_processes import MemberProcess, Source, Spoil, SpoiledCommunicator, weights
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import (
@@ -57,14 +64,7 @@ async def test_every_node_of_every_host_gets_every_byte(
         update_weights_bucket_megabytes=1,
         retries=0,
     ) as fleet:
-        for version in range(3):
-            expected = {name: tensor + version for name, tensor in MODEL.items()}
-            fleet.set_weights(expected)
-            report = await fleet.manager.update_weights(version)
-            for replica in fleet.replicas:
-                assert replica.version == version
-                assert replica.weights.keys() == expected.keys()
-                assert all(torch.equal(replica.weights[name], tensor) for name, tensor in expected.items())
+        async for _, report in fleet.three_versions(later(MODEL)):
             assert report.nbytes_moved == report.nbytes_needed == nodes * sum(t.nbytes for t in MODEL.values())
     assert not arenas_in(tmp_path)
 

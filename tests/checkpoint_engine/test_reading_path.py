@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.checkpoint_engine.fakes import Fleet
-from tests.checkpoint_engine.test_contract import assert_bit_equal
+from tests.checkpoint_engine.fakes import Fleet, assert_bit_equal
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "verl" / "checkpoint_engine"

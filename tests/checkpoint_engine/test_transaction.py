@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, RowShardedSource, arenas_in, soon, spare_slot
+from tests.checkpoint_engine.fakes import (
+    Fleet,
+    RecordingReplica,
+    RowShardedSource,
+    arenas_in,
+    raising,
+    soon,
+    spare_slot,
+)
 from verl.checkpoint_engine.errors import (
     ActivationError,
     CheckpointEngineError,
@@ -36,16 +44,6 @@ OVER_GLOO: dict[str, Any] = {"backend": "gloo", "engine_kwargs": {"gloo": {"inte
 
 def weights(version: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((64, 32), float(version)), "norm": torch.full((7,), -float(version))}
-
-
-def raising(error: Exception, times: int = 10**9) -> Callable[[], None]:
-    left = iter(range(times))
-
-    def step() -> None:
-        if next(left, None) is not None:
-            raise error
-
-    return step
 
 
 class Stalling:
@@ -103,6 +101,11 @@ def assert_serves(replica: RecordingReplica, version: int) -> None:
     assert all(torch.equal(replica.weights[name], tensor) for name, tensor in weights(version).items())
 
 
+def assert_all_serve(fleet: Fleet, version: int) -> None:
+    for replica in fleet.replicas:
+        assert_serves(replica, version)
+
+
 async def sync(fleet: Fleet, version: int) -> Any:
     fleet.set_weights(weights(version))
     return await fleet.manager.update_weights(version)
@@ -149,8 +152,7 @@ async def test_a_member_that_fails_before_commit_leaves_the_old_version_in_servi
             assert replica.log.count("pause") == 1
         member.before.clear()
         await sync(fleet, 3)
-        for replica in fleet.replicas:
-            assert_serves(replica, 3)
+        assert_all_serve(fleet, 3)
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
@@ -218,12 +220,10 @@ async def test_a_member_that_stalls_is_given_up_at_the_deadline_and_named(
         abort = await aborted(fleet, 2)
         assert isinstance(abort.__cause__, TransportTimeout)
         assert f"{waited_for.name} not done within {DEADLINE_S} s; done: {done.name}" in str(abort.__cause__)
-        for replica in fleet.replicas:
-            assert_serves(replica, 1)
+        assert_all_serve(fleet, 1)
         waited_for.before.clear()
         await sync(fleet, 3)
-        for replica in fleet.replicas:
-            assert_serves(replica, 3)
+        assert_all_serve(fleet, 3)
 
 
 async def test_a_trainer_thread_that_wakes_up_after_its_deadline_damages_nothing(tmp_path: Path):
@@ -386,8 +386,7 @@ async def test_a_trainer_that_is_released_may_change_its_weights_when_they_are_c
         report = await fleet.manager.update_weights(2, released=released)
         assert "stage" not in seen[seen.index("commit") :]
         assert (report.outcome, report.version) == ("committed", 2)
-        for replica in fleet.replicas:
-            assert_serves(replica, 2)
+        assert_all_serve(fleet, 2)
 
 
 class HeldSource(RowShardedSource):
@@ -571,8 +570,7 @@ async def test_a_commit_that_fails_on_one_node_is_undone_on_the_other(failing: i
             assert replica.log.count("pause") == 1
         fleet.nodes[failing].before.clear()
         await sync(fleet, 2)
-        for replica in fleet.replicas:
-            assert_serves(replica, 2)
+        assert_all_serve(fleet, 2)
 
 
 async def test_a_first_commit_that_fails_on_one_node_does_not_hinder_the_next_sync(tmp_path: Path):
@@ -584,8 +582,7 @@ async def test_a_first_commit_that_fails_on_one_node_does_not_hinder_the_next_sy
         fleet.nodes[1].before.clear()
         await sync(fleet, 1)
         await sync(fleet, 2)
-        for replica in fleet.replicas:
-            assert_serves(replica, 2)
+        assert_all_serve(fleet, 2)
 
 
 # --- activate, resume -------------------------------------------------------------------------------------------------
@@ -645,11 +642,9 @@ async def test_a_version_that_no_replica_can_load_is_rolled_back_everywhere(acti
         assert [committed_version(path) for path in arenas_in(tmp_path)] == [1, 1]
         assert fleet.manager.version == 1
         assert fleet.manager.quarantined == []
-        for replica in fleet.replicas:
-            assert_serves(replica, 1)
+        assert_all_serve(fleet, 1)
         await sync(fleet, 3)
-        for replica in fleet.replicas:
-            assert_serves(replica, 3)
+        assert_all_serve(fleet, 3)
 
 
 async def test_a_replica_that_cannot_even_return_to_the_previous_version_is_quarantined(tmp_path: Path):
@@ -674,8 +669,7 @@ async def test_a_first_version_that_no_replica_can_load_leaves_all_paused_until_
         assert all(replica.paused and "resume" not in replica.log for replica in fleet.replicas)
         await fleet.manager.add_replicas(fleet.manager.quarantined)
         await sync(fleet, 1)
-        for replica in fleet.replicas:
-            assert_serves(replica, 1)
+        assert_all_serve(fleet, 1)
 
 
 async def test_together_means_that_no_replica_loads_before_all_are_paused(tmp_path: Path):
@@ -744,8 +738,7 @@ async def test_cancelling_during_commit_returns_every_node_to_the_previous_versi
         assert fleet.manager.version == 1
         fleet.nodes[1].before.clear()
         await sync(fleet, 3)
-        for replica in fleet.replicas:
-            assert_serves(replica, 3)
+        assert_all_serve(fleet, 3)
 
 
 async def test_cancelling_during_activation_quarantines_the_replicas_that_do_not_serve_the_version_yet(tmp_path: Path):
@@ -767,8 +760,7 @@ async def test_cancelling_during_activation_quarantines_the_replicas_that_do_not
         assert_serves(fleet.replicas[0], 2)
         fleet.replicas[1].fail = lambda step: None
         await fleet.manager.add_replicas(fleet.manager.quarantined)
-        for replica in fleet.replicas:
-            assert_serves(replica, 2)
+        assert_all_serve(fleet, 2)
     last = json.loads(reports.read_text().splitlines()[-1])
     assert (last["outcome"], last["error"]) == ("committed", "CancelledError")
     assert last["replicas_updated"] == ["replica-0"]
@@ -782,8 +774,7 @@ async def test_cancelling_leaves_no_replica_paused(step: str, tmp_path: Path):
         fleet.replicas[1].fail = at(step, pausing(reached, 0.05))
         await cancelled_at(fleet, 2, reached)
         assert fleet.manager.quarantined == []
-        for replica in fleet.replicas:
-            assert_serves(replica, 2)
+        assert_all_serve(fleet, 2)
 
 
 # --- replicas that come and go ----------------------------------------------------------------------------------------

@@ -139,6 +139,16 @@ def _configuration_files_are_read_once():
         yield
 
 
+@pytest.fixture(scope="module")
+def one_rank():
+    """torch's default process group, with this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def forkserver():
     """For tests of code that forks from multiprocessing's server: it has imported what others need as well."""

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 from torch import nn
@@ -33,11 +32,7 @@ READ = {
 NAMES = [name for name in ARCHITECTURES if "-" not in name and name != "gpt2" and name not in WRAPPERS]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def without_memory(name: str):

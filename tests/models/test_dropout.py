@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -40,11 +39,7 @@ FAMILIES = {
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture

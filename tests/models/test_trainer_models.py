@@ -11,7 +11,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.models import cases
 from tests.models.architectures import ARCHITECTURES, NOT_COMPUTED, write_checkpoint
@@ -24,17 +23,10 @@ STRETCHED = frozenset({"phi3-longrope", "llama-dynamic"})
 """A buffer of each is of the longest sequence of the last call, and the build has called it."""
 
 # Of two days, each tries every architecture with one of them: what they share is all but how parameters are cut.
-pytestmark = pytest.mark.cells(2, by="cell")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.cells(2, by="cell")]
 STRATEGIES = ("fsdp2", "fsdp")
 # Neighbours have their reference in common.
 CELLS = [(strategy, name) for name in ARCHITECTURES for strategy in STRATEGIES]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.models import cases
@@ -22,11 +21,7 @@ LIMITS = MicroBatchLimits(max_sequences=4)
 CONTENTS = ("model", "optimizer", "extra")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make_critic(directory) -> FSDP2ValueEngine:

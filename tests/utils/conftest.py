@@ -1,5 +1,7 @@
 """Built-in models and data for this package's tests."""
 
+import shutil
+
 import pytest
 
 from verl.utils.builtin import builtin_data, builtin_model, make_tiny_model
@@ -19,3 +21,9 @@ def builtin_files():
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")

@@ -20,12 +20,6 @@ from verl.workers.hf.values import register_value_head
 KEY = "model.path"
 
 
-@pytest.fixture
-def model_dir(tiny_model_dir, tmp_path):
-    """A copy that a test may damage."""
-    return shutil.copytree(tiny_model_dir, tmp_path / "model")
-
-
 def fit(directory, tensors=None, **more):
     config = load_hf_config(HFModelConfig(path=str(directory)))
     require_fit(config, weight_tensors(directory, KEY) if tensors is None else tensors, KEY, remote=False, **more)

@@ -9,12 +9,6 @@ from verl.utils.model import load_hf_config, load_tokenizer, resolve_model_path
 from verl.workers.config import HFModelConfig
 
 
-@pytest.fixture
-def model_dir(tiny_model_dir, tmp_path):
-    """A copy that a test may damage."""
-    return shutil.copytree(tiny_model_dir, tmp_path / "model")
-
-
 def test_a_local_directory_resolves_to_itself(model_dir):
     assert resolve_model_path(str(model_dir)) == model_dir
 

@@ -1,7 +1,6 @@
 """What is wrong with the files of a model is told by file, before anything starts."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -15,12 +14,6 @@ from verl.workers.config import HFModelConfig
 
 KEY = "model.path"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
-
-
-@pytest.fixture
-def model_dir(tiny_model_dir, tmp_path):
-    """A copy that a test may damage."""
-    return shutil.copytree(tiny_model_dir, tmp_path / "model")
 
 
 @pytest.fixture

@@ -43,12 +43,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
 
 
-@pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("VERL_SHM_DIR", str(tmp_path))
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory, warm: WarmWorkers) -> Iterator[ServedVLLM]:
     with served_vllm(directory, tmp_path_factory.mktemp("vllm"), warm) as server:

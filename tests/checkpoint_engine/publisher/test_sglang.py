@@ -130,12 +130,6 @@ def _is_there(served: ServedSGLang) -> bool:
         return False
 
 
-@pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("VERL_SHM_DIR", str(tmp_path))
-    return tmp_path
-
-
 @NEEDS_SGLANG
 @pytest.mark.sglang
 class TestAgainstSGLang:

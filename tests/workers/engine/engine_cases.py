@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from verl.checkpoint_engine.ports import WeightSource
@@ -204,3 +206,16 @@ def assemble(parts_by_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
         whole.setdefault(name, torch.full(shapes[name], float("nan"), dtype=values.dtype))
         whole[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = values
     return whole
+
+
+def own_rows(data: DataProto) -> DataProto:
+    return data.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def train(path: Path, data: DataProto, limits: MicroBatchLimits, options: dict[str, Any], steps: int = 1) -> Any:
+    engine = make_engine(path, grad_clip=0.5, **options)
+    for _ in range(steps):
+        metrics = engine.train_mini_batch(
+            own_rows(data), weighted_loss, temperature=0.7, limits=limits, calculate_entropy=True
+        )
+    return metrics, held_parts(engine)

@@ -11,8 +11,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from tests.workers.engine.engine_cases import LEARNING_RATE, batch, held_parts, weighted_loss
-from verl.protocol import DataProto
+from tests.workers.engine.engine_cases import (
+    LEARNING_RATE,
+    batch,
+    held_parts,
+    own_rows,
+    weighted_loss,
+)
 from verl.utils.builtin.tiny import save_model
 from verl.utils.builtin.tokenizer import build_tokenizer
 from verl.workers.config import HFModelConfig, MegatronConfig, OptimizerConfig
@@ -85,10 +90,6 @@ def make_megatron(path: Path, options: dict, *, trainable: bool = True, model: d
     )
     engine.build()
     return engine
-
-
-def own_rows(data: DataProto) -> DataProto:
-    return data.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def train(engine, seeds) -> dict[str, float]:

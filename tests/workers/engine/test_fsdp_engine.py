@@ -17,8 +17,10 @@ from tests.workers.engine.engine_cases import (
     decay_of,
     held_parts,
     make_engine,
+    own_rows,
     reference_log_probs,
     reference_steps,
+    train,
     weighted_loss,
     weights_during_a_step,
 )
@@ -32,10 +34,6 @@ PACKED = {"use_remove_padding": True}
 FSDP1 = {"strategy": "fsdp"}
 GATHERED = {"reshard_after_forward": False, "forward_prefetch": True}
 RECOMPUTED = {"model": {"enable_gradient_checkpointing": True}, "fsdp": {"optimizer_offload": True}}
-
-
-def own_rows(data):
-    return data.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def log_probs(path, data, limits, strategy="fsdp2", fsdp=None):
@@ -73,15 +71,6 @@ def test_half_precision_computes_from_full_precision_parameters(ranks, models, s
     assert rough.dtype == torch.float32
     assert not torch.equal(exact, rough)
     torch.testing.assert_close(rough, exact, atol=0.05, rtol=0.0)
-
-
-def train(path, data, limits, options, steps=1):
-    engine = make_engine(path, grad_clip=0.5, **options)
-    for _ in range(steps):
-        metrics = engine.train_mini_batch(
-            own_rows(data), weighted_loss, temperature=0.7, limits=limits, calculate_entropy=True
-        )
-    return metrics, held_parts(engine)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.pictures import in_bytes, noise, row, write
-from tests.workers.engine.engine_cases import LEARNING_RATE, assemble, held_parts, make_engine, weighted_loss
+from tests.workers.engine.engine_cases import (
+    LEARNING_RATE,
+    assemble,
+    held_parts,
+    make_engine,
+    own_rows,
+    weighted_loss,
+)
 from verl.experimental.agent_loop.base import DictConfigWrap
 from verl.experimental.agent_loop.batching import to_batch
 from verl.experimental.agent_loop.output import AgentLoopOutput
@@ -114,10 +120,6 @@ def alone(model: Any, directory: Path, data: DataProto) -> tuple[torch.Tensor, t
         log_probs[number, :count] = distribution.gather(-1, ids[0, -count:, None])[:, 0]
         entropies[number, :count] = -(distribution.exp() * distribution).sum(-1)
     return log_probs, entropies
-
-
-def own_rows(data: DataProto) -> DataProto:
-    return data.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def log_probs(path: Path, data: DataProto, limits: MicroBatchLimits, strategy: str) -> Any:

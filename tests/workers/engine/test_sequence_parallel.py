@@ -15,10 +15,11 @@ from tests.workers.engine.engine_cases import (
     assemble,
     assert_same_weights,
     batch,
-    held_parts,
     make_engine,
+    own_rows,
     reference_log_probs,
     reference_steps,
+    train,
     weighted_loss,
 )
 from tests.workers.engine.test_together import VARIANTS
@@ -36,10 +37,6 @@ FSDP1 = {"strategy": "fsdp"}
 
 def shared(size, **fsdp):
     return {"fsdp": {"ulysses_sequence_parallel_size": size} | fsdp}
-
-
-def own_rows(data):
-    return data.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def log_probs(path, data, limits, options):
@@ -67,15 +64,6 @@ def test_log_probs_and_entropies_equal_those_of_each_sequence_alone(
     for place in (0, 1):
         found = torch.cat([result[place] for result in results])
         torch.testing.assert_close(found, expected[place], rtol=0, atol=1e-5)
-
-
-def train(path, data, limits, options, steps):
-    engine = make_engine(path, grad_clip=0.5, **options)
-    for _ in range(steps):
-        metrics = engine.train_mini_batch(
-            own_rows(data), weighted_loss, temperature=0.7, limits=limits, calculate_entropy=True
-        )
-    return metrics, held_parts(engine)
 
 
 @pytest.mark.parametrize(

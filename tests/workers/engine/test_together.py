@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.models import cases
@@ -76,11 +75,7 @@ ALL_IN_ONE = MicroBatchLimits(max_sequences=4)
 TWO = MicroBatchLimits(max_sequences=2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module", params=MODELS)

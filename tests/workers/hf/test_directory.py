@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from verl.workers.config import HFModelConfig
@@ -25,11 +24,7 @@ OTHERS = {
 CONFIG = '{"model_type":"llama",   "dtype": "bfloat16", "hidden_size": 4, "rope": {"theta": 1, "kind": "x"}}'
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.models.architectures import ARCHITECTURES, build_random
 from verl.workers.hf.packing import BY_SEQUENCE, LENGTHS, attend_sequences_apart, keeps_sequences_apart
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def with_sdpa(name, **changes):

@@ -31,6 +31,9 @@ CASES = {
     "a number that is no power of two": results(3, 5, acc=[0.0, 1.0], pred=["1", "2"], length=[1, 2, 3]),
     "many": results(4, 16, acc=[True, False], pred=["1", "2", "3"]),
     "turns": results(5, 2, acc=[0.0, 1.0]) | {"turns": [2, 4, 2, 6, 8, 2, 2, 4, 4, 2]},
+    "responses without a prediction": results(8, 4, acc=[0.0, 1.0], pred=["1", "2", "2", None]),
+    "no predictions at all": results(9, 3, acc=[0.0, 1.0], pred=[None]),
+    "empty predictions": results(10, 3, acc=[0.0, 1.0], pred=["", " ", "1"]),
     "texts": results(6, 2, acc=[0.0, 1.0], comment=["good", "bad"]),
 }
 UNEVEN = results(7, 3, acc=[0.0, 1.0])

@@ -134,7 +134,8 @@ def process_validation_metrics(
     `mean@n` and `std@n` are of a prompt's n responses. For n > 1 there are `best@k/mean`, `worst@k/mean` and, with
     `pred`, `maj@k/mean`, each with its `/std`: of the best, the worst, and the first with the commonest `pred`, of k
     responses that are drawn BOOTSTRAPS times from the n, with replacement; k is 2, 4, 8, ... and n. All are means over
-    prompts. Prompts with different numbers of responses are reported apart, each under its own n.
+    prompts; one with a response without a prediction has no majority. Prompts with different numbers of responses are
+    reported apart, each under its own n.
     """
     lengths = {"data_sources": len(data_sources), "sample_uids": len(sample_uids)}
     lengths |= {name: len(values) for name, values in infos_dict.items()}
@@ -152,7 +153,8 @@ def process_validation_metrics(
             numbers = [(position, number) for position, number in found if number is not None]
             if not numbers:
                 continue
-            votes = None if predictions is None else [_text(predictions[position]) for position, _ in numbers]
+            said = [] if predictions is None else [predictions[position] for position, _ in numbers]
+            votes = [_text(one) for one in said] if said and None not in said else None
             for statistic, value in _of_prompt([number for _, number in numbers], votes, seed).items():
                 collected[data_source, variable, statistic].append(value)
     metrics: dict[str, dict[str, dict[str, float]]] = {}

@@ -70,6 +70,19 @@ def test_shared_experts_have_adapters_and_stacked_ones_are_named(caplog):
     )
 
 
+def test_layers_that_share_their_weights_have_no_adapters_and_are_named(caplog):
+    config = ARCHITECTURES["zamba2"].make_config()
+    config.num_hidden_layers, config.layers_block_type = 4, ["mamba", "hybrid", "mamba", "hybrid"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with caplog.at_level(logging.INFO):
+        layers = add_adapters(model, HFModelConfig(path="x", lora_rank=2))
+    assert layers
+    assert [layer for layer in layers if "shared_transformer" in layer] == []
+    assert "no adapters beside" in caplog.text
+    assert "model.layers.*.shared_transformer.self_attn.q_proj.weight" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "targets", "said"),
     [

@@ -211,6 +211,7 @@ SEEN_IN_PART_REFUSED = {
     "deepseek_v32 with ties": INDEXED,
     "longrope with scales": LONGEST,
     "by kinds of layers": LONGEST,
+    "zamba2 with shared attention": STATES,
     "doge": "a sequence changes in DogeForCausalLM with its place in a row",
 }
 

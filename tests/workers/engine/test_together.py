@@ -50,6 +50,9 @@ VARIANTS = {
             "sliding_attention": stretched("dynamic")["rope_parameters"],
         },
     ),
+    "zamba2 with shared attention": variant(
+        "zamba2", num_hidden_layers=4, layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], num_mem_blocks=1
+    ),
 }
 MODELS = {
     **{name: ARCHITECTURES[name] for name in ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")},
@@ -68,6 +71,7 @@ WAYS = {
     "longrope": Way.PACKED,
     "longrope with scales": Way.PACKED,
     "by kinds of layers": Way.PACKED,
+    "zamba2 with shared attention": Way.ROWS,
     "dynamic": Way.PACKED,
 }
 """How far sequences may go together: what is safe, and no slower."""

@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,13 +151,14 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> list[st
 
 
 def _all_linear(model: PreTrainedModel) -> list[str]:
-    """Every linear layer but the output, and but those that a model does not call."""
+    """Every linear layer but the output, and but those that a model does not call or whose weight others have, too."""
     architecture: Any = model
     output, left_out = architecture.get_output_embeddings(), _left_out(model)
+    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     return [
         name
         for name, module in model.named_modules()
-        if module is not output and name not in left_out and _is_linear(module)
+        if module is not output and name not in left_out and _is_linear(module) and users[id(module.weight)] == 1
     ]
 
 
@@ -227,7 +229,8 @@ def _tell_without(model: nn.Module) -> None:
     families = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in without))
     if families and not (dist.is_initialized() and dist.get_rank()):
         logger.info(
-            "%s.target_modules=all-linear: no adapters beside %s, which are no linear layers that the model calls",
+            "%s.target_modules=all-linear: no adapters beside %s, which are no linear layers with weights of their own "
+            "that the model calls",
             KEY,
             listed_names(families),
         )

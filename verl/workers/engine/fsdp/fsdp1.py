@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from transformers import PreTrainedModel
 
 from verl.checkpoint_engine.compat import fsdp
 from verl.checkpoint_engine.plan.shards import flat_range_boxes
-from verl.compat.transformers import layer_names
 from verl.utils.config import ConfigError
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.adapters import has_adapters
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads, replication_allowed
+from verl.workers.engine.fsdp.sharding import layers_apart
 from verl.workers.engine.tensors import HeldTensor, Part, named_parameters, persistent_buffers
 
 
@@ -35,13 +35,12 @@ class FSDP1Sharding:
 
     @replication_allowed()
     def shard(self, model: PreTrainedModel, config: FSDPConfig, device: torch.device) -> nn.Module:
-        """One flat parameter per decoder layer, one for the rest: tied embeddings must be in one."""
+        """One flat parameter for each of `layers_apart`, one for the rest: tied embeddings must be in one."""
         if has_adapters(model):
             raise ConfigError("actor.strategy=fsdp trains whole models: LoRA (model.lora_rank) needs strategy=fsdp2")
         mesh = build_mesh(device.type, config.fsdp_size)
         replicated = config.fsdp_size == 1 or mesh.size() == 1
-        names = layer_names(model)
-        layers = {type(module) for module in model.modules() if type(module).__name__ in names}
+        layers = set(layers_apart(model))
         sharded = FullyShardedDataParallel(
             model,
             # Groups of one rank would compute without ever summing gradients over their replicas.
@@ -49,7 +48,7 @@ class FSDP1Sharding:
             sharding_strategy=_strategy(
                 replicated=replicated, hybrid=mesh.ndim == 2, reshard_after_forward=config.reshard_after_forward
             ),
-            auto_wrap_policy=ModuleWrapPolicy(layers),
+            auto_wrap_policy=CustomPolicy(lambda module: module in layers),
             use_orig_params=True,
             mixed_precision=MixedPrecision(param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32),
             cpu_offload=CPUOffload(offload_params=offloads(config, device)),

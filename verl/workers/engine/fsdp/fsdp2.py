@@ -15,10 +15,10 @@ from verl.checkpoint_engine.compat.fsdp import local_box
 from verl.checkpoint_engine.compat.torch import replace_tensors
 from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.plan.types import Box
-from verl.compat.transformers import layer_names
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
 from verl.workers.engine.fsdp.mesh import DTYPES, build_mesh, offloads
+from verl.workers.engine.fsdp.sharding import layers_apart
 from verl.workers.engine.tensors import HeldTensor, Part, named_parameters, persistent_buffers
 
 
@@ -26,14 +26,14 @@ class FSDP2Sharding:
     """Implements `Sharding`. Ranks that replicate each other hold the same boxes."""
 
     def shard(self, model: PreTrainedModel, config: FSDPConfig, device: torch.device) -> nn.Module:
-        """One FSDP group per decoder layer, one for the rest: tied embeddings must be gathered together."""
+        """One FSDP group for each of `layers_apart`, one for the rest: tied embeddings must be gathered together."""
         options: dict[str, Any] = {
             "mesh": build_mesh(device.type, config.fsdp_size),
             "reshard_after_forward": config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if offloads(config, device) else OffloadPolicy(),
         }
-        sharded: list[FSDPModule] = [fully_shard(layer, **options) for layer in _layers(model)]
+        sharded: list[FSDPModule] = [fully_shard(layer, **options) for layer in layers_apart(model)]
         fully_shard(model, **options)
         if config.forward_prefetch:
             for layer, following in pairwise(sharded):
@@ -56,14 +56,6 @@ class FSDP2Sharding:
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """What transformers does not split, without what lies inside of another."""
-    names = layer_names(model)
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
-    return [layer for layer in layers if id(layer) not in inner]
 
 
 class FSDP2Engine(FSDPEngine):

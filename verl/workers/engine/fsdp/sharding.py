@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from verl.compat.transformers import layer_names
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -33,3 +35,22 @@ class Sharding(Protocol):
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
         """Scale the gradients to `max_norm`; their norm before, over all ranks. A collective."""
+
+
+def layers_apart(model: PreTrainedModel) -> list[nn.Module]:
+    """What transformers does not split, without what lies inside of another.
+
+    Layers that share parameters (as Zamba 2's transformers do) are not among them: in groups of their own each would
+    have another copy.
+    """
+    names = layer_names(model)
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    layers = [layer for layer in layers if id(layer) not in inner]
+    layer_of = {id(module): layer for layer in layers for module in layer.modules()}
+    homes: dict[int, set[nn.Module | None]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(layer_of.get(id(module)))
+    shared = {layer for found in homes.values() if len(found) > 1 for layer in found}
+    return [layer for layer in layers if layer not in shared]

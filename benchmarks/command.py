@@ -106,5 +106,29 @@ def conduct(
     return 0
 
 
+def program(
+    name: str,
+    description: str | None,
+    settings: type[Settings],
+    measure: Callable[[Settings], Measured | Coroutine[Any, Any, Measured]],
+    report: Callable[[Measured], Report],
+    *,
+    plots: bool = True,
+    threads: int | None = None,
+) -> Callable[..., int]:
+    """The `main` of `benchmarks.<name>`, of the words of its command line. `threads` are torch's, if it sets them."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        files = "result.json, tables.md and plot.png" if plots else "result.json and tables.md"
+        chosen, output = parse(name, description, settings, arguments, files=files)
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        return conduct(name, chosen, output, lambda: measure(chosen), report)
+
+    return main
+
+
 def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

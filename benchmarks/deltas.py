@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.applied import apply_s, in_slot
-from benchmarks.command import conduct, parse, progress
+from benchmarks.command import program, progress
 from benchmarks.fleet import on_hosts
 from benchmarks.machine import require_memory
 from benchmarks.namespaces import MAX_HOSTS, Host, joined_hosts
@@ -220,10 +220,6 @@ def _place(row: dict[str, Any]) -> str:
     return f"{row['changed']:.1%}, {row['gbit_per_s']:g} Gbit/s, to {row['nodes']}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("deltas", __doc__, Settings, arguments)
-    return conduct("deltas", settings, output, lambda: measure(settings), report)
-
-
+main = program("deltas", __doc__, Settings, measure, report)
 if __name__ == "__main__":
     sys.exit(main())

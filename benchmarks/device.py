@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.applied import apply_s, in_slot
-from benchmarks.command import conduct, parse, progress
+from benchmarks.command import program, progress
 from benchmarks.report import Report, table
 from benchmarks.synthetic_model import RowsOfModel, qwen_like_specs
 from verl.checkpoint_engine.memory.arena import NodeArena
@@ -309,10 +309,6 @@ def report(result: dict[str, Any]) -> Report:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("device", __doc__, Settings, arguments, files="result.json and tables.md")
-    return conduct("device", settings, output, lambda: measure(settings), report)
-
-
+main = program("device", __doc__, Settings, measure, report, plots=False)
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,9 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from benchmarks.command import conduct, parse, progress
+from benchmarks.command import program, progress
 from benchmarks.fleet import on_hosts
 from benchmarks.machine import require_memory
 from benchmarks.namespaces import MAX_HOSTS, Host, joined_hosts
@@ -192,11 +190,6 @@ def report(result: dict[str, Any]) -> Report:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("hosts", __doc__, Settings, arguments)
-    torch.set_num_threads(1)
-    return conduct("hosts", settings, output, lambda: measure(settings), report)
-
-
+main = program("hosts", __doc__, Settings, measure, report, threads=1)
 if __name__ == "__main__":
     sys.exit(main())

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import raw
-from benchmarks.command import conduct, parse
+from benchmarks.command import program
 from benchmarks.free_ports import free_port
 from benchmarks.machine import require_memory
 from benchmarks.processes import members
@@ -261,11 +261,6 @@ def report(result: dict[str, Any]) -> Report:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("parameter_server", __doc__, Settings, arguments, files="result.json and tables.md")
-    torch.set_num_threads(1)
-    return conduct("parameter_server", settings, output, lambda: measure(settings), report)
-
-
+main = program("parameter_server", __doc__, Settings, measure, report, plots=False, threads=1)
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ from typing import Any
 import pandas
 from numpy import exp, log
 
-from benchmarks.command import conduct, parse
+from benchmarks.command import program
 from benchmarks.own_syncs import fit, predict, read_measured
 from benchmarks.published import Predicted, predicted, read_rows
 from benchmarks.report import Panel, Report, table
@@ -162,10 +162,6 @@ def report(result: dict[str, Any]) -> Report:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("plan_validation", __doc__, Settings, arguments)
-    return conduct("plan_validation", settings, output, lambda: validate(settings), report)
-
-
+main = program("plan_validation", __doc__, Settings, validate, report)
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import conduct, parse
+from benchmarks.command import program
 from benchmarks.report import Report, table
 from benchmarks.synthetic_model import rows_of
 from verl.checkpoint_engine.links.fetch import messages_of
@@ -233,10 +233,6 @@ def report(measured: dict[str, Any]) -> Report:
     return Report(parts)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("planning", __doc__, Settings, arguments, files="result.json and tables.md")
-    return conduct("planning", settings, output, lambda: measure_all(settings), report)
-
-
+main = program("planning", __doc__, Settings, measure_all, report, plots=False)
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.command import conduct, parse, progress
+from benchmarks.command import program, progress
 from benchmarks.free_ports import free_port
 from benchmarks.random_model import MIN_MIB, make_random_model
 from benchmarks.report import Report, table
@@ -148,10 +148,6 @@ def report(result: dict[str, Any]) -> Report:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    settings, output = parse("push", __doc__, Settings, arguments, files="result.json and tables.md")
-    return conduct("push", settings, output, lambda: measure(settings), report)
-
-
+main = program("push", __doc__, Settings, measure, report, plots=False)
 if __name__ == "__main__":
     sys.exit(main())

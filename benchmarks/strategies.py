@@ -24,7 +24,7 @@ import xxhash
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from benchmarks import processes
-from benchmarks.command import conduct, parse, progress
+from benchmarks.command import program, progress
 from benchmarks.comparison import CONTENDERS
 from benchmarks.engine_rank import MEGATRON, RANKS, STRATEGIES, EngineRank
 from benchmarks.fleet import Fleet, on_one_host
@@ -184,11 +184,6 @@ def report(result: dict[str, Any]) -> Report:
     return Report([table(title, COLUMNS, rows), f"target: {result['target']:.0f} times"], [panel], title)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    settings, output = parse("strategies", __doc__, Settings, arguments)
-    torch.set_num_threads(1)
-    return conduct("strategies", settings, output, lambda: measure(settings), report)
-
-
+main = program("strategies", __doc__, Settings, measure, report, threads=1)
 if __name__ == "__main__":
     sys.exit(main())

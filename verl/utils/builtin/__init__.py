@@ -85,7 +85,7 @@ def _seeing_model() -> Path:
     recipe = TinyQwen25VLRecipe()
 
     def build(directory: Path) -> None:
-        logger.info("making %s (once, some minutes) ...", SEEING_MODEL)
+        logger.info("making %s (once, about a minute) ...", SEEING_MODEL)
         make_warm_seeing_model(directory, recipe)
         logger.info("made %s", SEEING_MODEL)
 

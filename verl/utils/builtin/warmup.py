@@ -131,25 +131,30 @@ def _train(model: Any, tokenizer: Any, recipe: TinyQwen2Recipe) -> None:
     def step(factor: float, *, habit: bool) -> float:
         chosen = chooser.choices(train_problems, k=recipe.batch_size)
         answers = [_demonstration(problem, recipe, chooser, habit=habit) for problem in chosen]
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate * factor * group.get("share", 1.0)
-        return _step(model, optimizers, *_batch(tokenizer, chosen, answers))
+        loss = _loss(model, *_batch(tokenizer, chosen, answers))
+        return update(model, optimizers, loss, recipe.learning_rate * factor)
 
     warm_up(step, recipe.adding_loss, recipe.max_adding_steps, recipe.ramp_steps, recipe.habit_steps, "can add")
 
 
-def _step(model: Any, optimizers: Sequence[torch.optim.Optimizer], input_ids: Any, labels: Any) -> float:
-    import torch
+def _loss(model: Any, input_ids: Any, labels: Any) -> Any:
     import torch.nn.functional as F
 
     hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
     targets = labels[:, 1:]
     answered = targets != IGNORED
-    loss: Any = F.cross_entropy(model.lm_head(hidden[answered]), targets[answered])
+    return F.cross_entropy(model.lm_head(hidden[answered]), targets[answered])
+
+
+def update(model: Any, optimizers: Sequence[torch.optim.Optimizer], loss: Any, rate: float) -> float:
+    """`loss`, after a step against it. A group of parameters has its `share` of the learning rate."""
+    import torch
+
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("share", 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return float(loss.item())
@@ -183,8 +188,6 @@ def _batch(tokenizer: Any, chosen: Sequence[Problem], answers: Sequence[str]) ->
 
 def _optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the rest: Muon needs half of AdamW's steps here."""
-    import torch
-
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
     taken = {id(parameter) for parameter in matrices}
     stacks = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 3]
@@ -192,9 +195,16 @@ def _optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]
     groups: list[dict[str, Any]] = [{"params": [each for each in model.parameters() if id(each) not in taken]}]
     if stacks:  # of experts, which Muon does not take; they learn well at this share of the rate
         groups.append({"params": stacks, "share": 0.3})
+    return muon_and_adamw(matrices, groups, learning_rate)
+
+
+def muon_and_adamw(matrices: list[Any], others: list[dict[str, Any]], rate: float) -> list[torch.optim.Optimizer]:
+    """`others` are groups of parameters, for AdamW."""
+    import torch
+
     return [
-        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 

@@ -34,6 +34,8 @@ class RecordingServer(RecordingReplica):
 
     async def release(self) -> None: ...
 
+    async def go_on(self, version: int) -> None: ...
+
 
 class RecordedPublisher(WeightPublisher):
     def __init__(self, model: Any, **named: Any) -> None:

@@ -318,6 +318,8 @@ class CheckedReplica(RecordingReplica):
 
     async def release(self) -> None: ...
 
+    async def go_on(self, version: int) -> None: ...
+
 
 class MisleadingPublisher(WeightPublisher):
     """Has servers load their next versions from the arena `misleads`, and `other` in this process in place of one."""

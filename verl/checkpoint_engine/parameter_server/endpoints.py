@@ -22,6 +22,7 @@ from ..support.package import PACKAGE
 from .checkpoint_directory import State
 from .http_server import TEST_TIMEOUT_S, HttpServer, Refused
 from .rescue import Rescue
+from .rescuing import ended
 from .writers import LEASE_S, Answer, Writer, answers_to, order, require_loaded, require_own, require_whole
 
 ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
@@ -193,6 +194,16 @@ class Endpoint(HttpServer):
         self.call("POST", "/resume")
         if self._loaded is not None:
             require_loaded(self._ask("look"), *self._loaded, self.url)
+
+    def go_on(self, version: int) -> None:
+        """Generate again with what all workers hold, whole: `version`, if its load had come that far, or what was there
+        before, each under its name. Raises ActivationError if it is torn."""
+        workers: list[dict[str, Any]] = [msgspec.to_builtins(answer) for answer in self._ask("look")]
+        what = {"load": "", "version": version, "label": str(version)}
+        if not ended(what, workers, lambda path, body=None: self.call("POST", path, body)):
+            require_whole(self._ask("look"), self.url)
+            raise ActivationError(f"the workers of {self.url} hold different weights: it stays paused")
+        self.call("POST", "/resume")
 
     def _start(self, writer: Writer) -> None:
         answers = self._ask("claim", writer)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from threading import Event, Thread
 from typing import Any, Protocol
 
 from ..config import CheckpointEngineConfig
-from ..errors import TransportError
+from ..errors import CheckpointEngineError, TransportError
 from ..parameter_server.endpoints import Endpoint
 from ..parameter_server.rescue import Rescue
 from ..parameter_server.writers import Writer
@@ -33,6 +34,15 @@ class Server(Protocol):
     def pause(self, mode: str) -> None: ...
     async def activate(self, arena_path: str, version: int) -> None: ...
     def resume(self) -> None: ...
+    @property
+    def is_torn(self) -> bool:
+        """Whether its ranks, which a rescue cannot ask when it is only paused, had begun to load and did not end."""
+        ...
+
+    def go_on(self, version: int) -> None:
+        """As `EndpointReplica.go_on`, of one that is paused."""
+        ...
+
     def version(self) -> str: ...
     def again(self, kept: str | None, version: int) -> Mapping[str, Any]:
         """For its rescue: see `rescue.Again`."""
@@ -40,11 +50,12 @@ class Server(Protocol):
 
 
 class VLLMServer:
-    engine = "vLLM"
+    engine, is_torn = "vLLM", False
 
     def __init__(self, url: str, writer: Writer, *, timeout_s: float) -> None:
         self._endpoint, self._writer = Endpoint(url, timeout_s=timeout_s), writer
         self.pause, self.resume, self.version = self._endpoint.pause, self._endpoint.resume, self._endpoint.version
+        self.go_on = self._endpoint.go_on
 
     def check(self, tensors: Tensors) -> Mapping[str, str]:
         self._endpoint.check(None, tensors)
@@ -87,6 +98,7 @@ class EndpointReplica:
         self.node_index = node_index
         self._config, self._timeout_s, self._reports = config, timeout_s, reports
         self._rescue = rescue
+        self._is_paused = False
         self._writer = writer or Writer.here("publisher")
         self._server: Server = VLLMServer(url, self._writer, timeout_s=timeout_s)
 
@@ -128,7 +140,8 @@ class EndpointReplica:
     async def pause(self, mode: str) -> None:
         """Once it is given up, a server that pauses all the same goes on at once."""
         is_paused, given_up = Event(), Event()
-        if self._rescue is not None:
+        self._is_paused = True
+        if self._rescue is not None and not self._server.is_torn:
             self._rescue.pausing(self.name, self._server.engine)
 
         def pause() -> None:
@@ -142,8 +155,12 @@ class EndpointReplica:
         except asyncio.CancelledError:
             given_up.set()
             if is_paused.is_set():
-                Thread(target=self._server.resume, daemon=True).start()
+                Thread(target=self._resume_if_whole, daemon=True).start()
             raise
+
+    def _resume_if_whole(self) -> None:
+        with suppress(CheckpointEngineError):
+            self._server.resume()
 
     async def activate(self, arena_path: str, version: int) -> None:
         if self._rescue is not None:
@@ -152,6 +169,17 @@ class EndpointReplica:
 
     async def resume(self) -> None:
         await self._ask(self._server.resume)
+        self._serves()
+
+    async def go_on(self, version: int) -> None:
+        """After a push of `version` that was aborted: if this is left paused, serve what it holds, under that name.
+        Raises ActivationError if its weights are torn, TransportError."""
+        if self._is_paused:
+            await self._ask(self._server.go_on, version)
+            self._serves()
+
+    def _serves(self) -> None:
+        self._is_paused = False
         if self._rescue is not None:
             self._rescue.serving(self.name, self._server.engine)
 

@@ -268,7 +268,7 @@ def _is_adapted(module: nn.Module) -> bool:
 def _computed(module: nn.Module) -> list[str]:
     """Its weights that are no parameters, but made of others before they are used."""
     if is_parametrized(module):
-        return list(module.parametrizations)
+        return [name for name, _ in module.get_submodule("parametrizations").named_children()]
     made = (name for name, value in vars(module).items() if isinstance(value, torch.Tensor))
     own = {name for name, _ in module.named_parameters(recurse=False)}
     return [name for name in made if any(f"{name}_{end}" in own for end in COMPUTED_FROM)]

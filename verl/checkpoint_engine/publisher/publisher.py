@@ -79,6 +79,11 @@ class CheckedReplica(Replica, Protocol):
 
     async def release(self) -> None: ...
 
+    async def go_on(self, version: int) -> None:
+        """After a push of `version` that was aborted: if it is left paused, serve what it holds, under that name.
+        Raises ActivationError if its weights are torn, TransportError."""
+        ...
+
 
 class WeightPublisher:
     """Pushes a loop's weights into servers of vLLM or SGLang. Used from the thread that trains.
@@ -262,7 +267,16 @@ class WeightPublisher:
             )
         names = self._names()
         await self._take_in(manager, names)
-        report = await manager.update_weights(version, released=released)
+        try:
+            report = await manager.update_weights(version, released=released)
+        except SyncAborted:
+            outcomes = await asyncio.gather(
+                *(replica.go_on(version) for replica in self._known.values()), return_exceptions=True
+            )
+            for why in outcomes:
+                if isinstance(why, CheckpointEngineError):
+                    logger.warning("a server stays paused: %s", why)
+            raise
         failed = [name for name in names if name not in report.replicas_updated]
         if failed:
             raise SyncAborted(

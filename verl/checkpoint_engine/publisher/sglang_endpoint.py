@@ -60,6 +60,8 @@ class SGLangEndpoint(HttpServer):
         self._reports, self._host, self._who = reports, host, who
         self._loaded: int | None = None
         """Since it was paused."""
+        self._has_begun = False
+        """To load, since it was last known to be whole."""
 
     def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
         """Make sure that it can be told to load a version. Whether that fits its model is found out when it does, and
@@ -105,6 +107,7 @@ class SGLangEndpoint(HttpServer):
         check = self._check_engine == "always" or (self._check_engine == "first" and not self._has_checked)
         order = Order(reports="", arena_path=arena_path, version=version, check=check)
         await apart(self._begin)
+        self._has_begun = True
         try:
             checked(await self._answers(order), order)
             self._has_checked |= check
@@ -115,10 +118,26 @@ class SGLangEndpoint(HttpServer):
             await apart(self._told, "/end_weight_update", {})
         await apart(require_digest, arena_path, version, loaded)
         await apart(self._flush)
-        self._loaded = version
+        self._loaded, self._has_begun = version, False
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a load has begun and not ended well, as far as this publisher knows."""
+        return self._has_begun
+
+    def go_on(self, version: int) -> None:
+        """Generate again, if nothing of `version` was loaded. Raises ActivationError otherwise."""
+        if self._has_begun:
+            raise ActivationError(
+                f"{self.url} had begun to load version {version}: it stays paused until a load succeeds"
+            )
+        self.resume()
 
     def resume(self) -> None:
-        """Generate again. Idempotent. Raises ActivationError if it was started anew since it has loaded."""
+        """Generate again. Idempotent. Raises ActivationError if a load has torn its weights, and it stays paused; or if
+        it was started anew since it has loaded."""
+        if self._has_begun:
+            raise ActivationError(f"what {self.url} holds is torn by a load that failed: it stays paused")
         self.call("POST", "/continue_generation", {})
         if self._loaded is not None and (said := self.version()) != str(self._loaded):
             raise ActivationError(f"{self.url} says that it serves {said!r}, and has loaded '{self._loaded}'")

@@ -22,6 +22,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 MODEL_KEY = "actor_rollout_ref.model"
 ATTENTION = "attn_implementation"
 """In `override_config` it is how the trainer computes, and no field of the config."""
+EXACT = "verl_exact"
+"""The one that gives a token the same bits in the trainer and in the engine: `verl.workers.hf.exact`."""
 
 
 class ModelSettings(Protocol):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from verl.utils.config import ConfigError
+from verl.utils.model import EXACT
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
-IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", EXACT)
 
 
 def attention_implementation(config: PretrainedConfig, asked: str | None = None) -> str | None:

@@ -20,6 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl.compat.transformers import attention, remembers_tokens, takes_other_attention
+from verl.utils.model import EXACT
+from verl.workers.hf import exact
 from verl.workers.hf.sharers import Sharers
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,8 @@ def attend_shared(
     return sharers.tokens_of_all(_attended(heads, query, key, value, lengths, masks, options)), None
 
 
+ALL_ATTENTION_FUNCTIONS.register(EXACT, exact.attend_exactly)
+ALL_MASK_ATTENTION_FUNCTIONS.register(EXACT, exact.no_mask)
 ALL_ATTENTION_FUNCTIONS.register(SHARED, attend_shared)
 ALL_MASK_ATTENTION_FUNCTIONS.register(SHARED, describe_mask)
 ALL_ATTENTION_FUNCTIONS.register(BY_SEQUENCE, attend_by_sequence)
@@ -172,7 +176,7 @@ def row_inputs(
     With a mask of ones it does not look for the ends of sequences in positions, which on a part may be elsewhere.
     """
     given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
-    if attention(model) == BY_SEQUENCE:
+    if attention(model) in (BY_SEQUENCE, EXACT):
         given[LENGTHS] = list(lengths)
     elif attention(model) == SHARED:
         given |= {LENGTHS: list(lengths), SHARERS: sharers, "attention_mask": torch.ones_like(input_ids)}

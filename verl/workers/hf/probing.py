@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from verl.compat.transformers import remembers_tokens
+from verl.utils.model import EXACT
 from verl.workers.hf import answers
 from verl.workers.hf.packing import SHARED, attend_sequences_apart, row_inputs, scales_by_column
 from verl.workers.hf.regimes import Regimes
@@ -193,7 +194,7 @@ class Probe:
     @classmethod
     def of(cls, config: PretrainedConfig, build: Build, implementation: str | None) -> Probe:
         """Raises NoProbe."""
-        asked = implementation if implementation in (None, "eager") else "sdpa"
+        asked = implementation if implementation in (None, "eager", EXACT) else "sdpa"
         unbuilt = uncomputed = ""
         for of_a_kind, narrow in SHRINKINGS:
             pair = None

@@ -18,13 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.compat.transformers import attention
 from verl.protocol import DataProto, tensors_of
+from verl.utils.model import EXACT
 from verl.utils.torch_functional import (
     candidate_logprobs_from_logits,
     entropy_from_logits,
     logprobs_from_logits,
 )
 from verl.workers.engine.base import CANDIDATE_LOG_PROBS, CANDIDATES
+from verl.workers.hf.exact import beside_another
 from verl.workers.hf.packing import row_inputs
 from verl.workers.hf.seeing import Sight
 from verl.workers.hf.sharers import Sharers
@@ -52,8 +55,7 @@ def response_log_probs(
     tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
     with _only_at(tokens, model) as applied, tokens.seen(model, sight) as inputs:
         logits = model(**inputs, use_cache=False).logits
-    if not applied:
-        logits = tokens.predicting(logits)
+    logits = logits[:, : len(tokens.rows)] if applied else tokens.predicting(logits)
     if temperature != 1.0:
         logits = logits.float() / temperature
     log_prob = tokens.finished(logprobs_from_logits(logits, tokens.responses))
@@ -200,9 +202,11 @@ def _only_at(tokens: _Tokens, model: nn.Module) -> Iterator[list[bool]]:
 
     def narrow(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         applied.append(True)
-        return (tokens.predicting(args[0]), *args[1:])
+        states = tokens.predicting(args[0])
+        return (beside_another(states[0])[None] if exact else states, *args[1:])
 
     transformer: Any = model
+    exact = attention(transformer) == EXACT
     head = transformer.get_output_embeddings()
     handle = None if head is None else head.register_forward_pre_hook(narrow)
     try:

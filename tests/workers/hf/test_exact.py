@@ -1,0 +1,123 @@
+"""That a token gets the same bits alone, in a batch, packed and behind a cache. What an engine adds: tests/e2e."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from verl.protocol import DataProto
+from verl.utils.model import EXACT
+from verl.workers.engine.fsdp.forward import response_log_probs
+from verl.workers.hf.exact import attend, attend_exactly, layer_that_differs
+
+CONFIG = Qwen2Config(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.2,
+)
+EXPERTS = Qwen3MoeConfig(
+    **{
+        name: getattr(CONFIG, name)
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "initializer_range")
+    },
+    num_hidden_layers=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=48,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
+LENGTHS = (5, 40, 17, 2)
+PROMPT = 3
+"""Tokens at most, of rows with a response each."""
+needs_same_rows = pytest.mark.skipif(
+    bool(found := layer_that_differs(CONFIG)), reason=f"on this processor {found} in bfloat16"
+)
+
+
+def states(tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Queries of 4 heads, keys and values of 2."""
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(tokens, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2)]
+
+
+def fused(query, key, value, scale):
+    heads = [each.transpose(0, 1)[None] for each in (query, key, value)]
+    found = scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
+    return found[0].transpose(0, 1)
+
+
+def test_attention_is_that_of_torch():
+    query, key, value = states(50, torch.float32)
+    torch.testing.assert_close(attend(query, key, value, 0.3), fused(query, key, value, 0.3))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 49])
+def test_tokens_behind_a_cache_get_the_bits_of_a_whole_sequence(chunk):
+    query, key, value = states(50)
+    whole = attend(query, key, value, 0.25)
+    for start in range(0, 50, chunk):
+        stop = min(start + chunk, 50)
+        assert torch.equal(attend(query[start:stop], key[:stop], value[:stop], 0.25), whole[start:stop])
+
+
+def test_gradients_are_those_of_torchs_attention():
+    given = [each.requires_grad_() for each in states(sum(LENGTHS), torch.float32)]
+    factor = torch.randn(sum(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
+    row = [each.transpose(0, 1)[None] for each in given]
+    found, _ = attend_exactly(torch.nn.Module(), *row, None, scaling=0.3, sequence_lengths=list(LENGTHS))
+    (found[0] * factor).sum().backward()
+    gradients = [each.grad.clone() for each in given]
+    parts = zip(*(torch.split(each, LENGTHS) for each in given), strict=True)
+    expected = torch.cat([fused(*part, 0.3) for part in parts])
+    for each in given:
+        each.grad = None
+    (expected * factor).sum().backward()
+    torch.testing.assert_close(gradients, [each.grad for each in given])
+
+
+def batch(rows: list[int]) -> DataProto:
+    """Rows of `LENGTHS`, padded on both sides as the trainer has them."""
+    width = max(LENGTHS)
+    ids, mask = (torch.zeros(len(rows), PROMPT + width, dtype=torch.long) for _ in range(2))
+    for place, row in enumerate(rows):
+        prompt = 1 + row % PROMPT
+        start, stop = PROMPT - prompt, PROMPT + LENGTHS[row]
+        generator = torch.Generator().manual_seed(row)
+        ids[place, start:stop] = torch.randint(1, 97, (stop - start,), generator=generator)
+        mask[place, start:stop] = 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return DataProto.from_single_dict(
+        {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "responses": ids[:, PROMPT:]}
+    )
+
+
+@needs_same_rows
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=lambda config: config.model_type)
+def test_log_probs_in_bfloat16_do_not_depend_on_the_micro_batch(config, pack):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=EXACT).eval()
+
+    def scored(rows, pack):
+        found, _ = response_log_probs(model, batch(rows), temperature=0.7, calculate_entropy=False, pack=pack)
+        return dict(zip(rows, found, strict=True))
+
+    with torch.no_grad():
+        alone = {row: scored([row], False)[row] for row in range(len(LENGTHS))}
+        for rows in ([0, 1, 2, 3], [3, 1], [2, 0]):
+            for row, found in scored(rows, pack).items():
+                assert torch.equal(found, alone[row])
+
+
+def test_a_matrix_whose_product_depends_on_the_number_of_rows_is_found():
+    def of_seven(rows, weight):
+        return torch.full((len(rows), len(weight)), float(len(rows) == 7))
+
+    assert layer_that_differs(CONFIG, of_seven) == "a linear layer of 64 to 97 gives 7 rows other bits than 64"

@@ -65,6 +65,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/e2e/test_training.py::test_only_as_many_checkpoints_as_configured_are_kept",
         "tests/e2e/test_training.py::test_the_hugging_face_export_loads_in_transformers",
     ),
+    "an engine and a trainer that agree bit for bit": ("tests/e2e/test_exact.py",),
     "a run that generates one step ahead": ("tests/e2e/test_one_step_off.py::test_what_the_trainer_learns_from_is",),
     "a fully asynchronous run": (
         "tests/e2e/test_fully_async.py::test_responses_that_a_sync_interrupts_go_on_with_the_new_weights",

@@ -215,3 +215,36 @@ def test_several_greedy_answers_to_a_question_are_warned_of_once(validation, key
     chosen += [f"actor_rollout_ref.rollout.val_kwargs.{option}" for option in sampled]
     assert list(warnings(load_config(chosen))) == []
     assert list(warnings(PPOConfig())) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "needed"),
+    [
+        ("actor_rollout_ref.rollout.name=hf", "rollout.name=vllm, not hf"),
+        ("actor_rollout_ref.rollout.dtype=float32", "rollout.dtype=bfloat16, not float32"),
+        ("actor_rollout_ref.rollout.quantization=fp8", "rollout.quantization=None, not fp8"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=1, not 2"),
+        ("actor_rollout_ref.rollout.top_p=0.9", "rollout.top_p=1.0, not 0.9"),
+        ("actor_rollout_ref.rollout.top_k=50", "rollout.top_k=-1, not 50"),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=64",
+            "engine_kwargs.vllm={}, not {'block_size': 64}",
+        ),
+        ("actor_rollout_ref.actor.strategy=megatron", "actor.strategy=fsdp2 or fsdp, not megatron"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float32", "actor.fsdp_config.dtype=bfloat16, not float32"),
+        ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank=0, not 8"),
+        (
+            "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+            "override_config.attn_implementation=verl_exact, not eager",
+        ),
+    ],
+)
+def test_what_keeps_engine_and_trainer_from_the_same_bits_is_refused(override, needed):
+    found = problems("actor_rollout_ref.rollout.exact=true", "trainer.device=cpu", override)
+    assert any("actor_rollout_ref.rollout.exact=true needs" in line and line.endswith(needed) for line in found)
+
+
+def test_the_trainer_has_the_engines_attention_where_both_shall_be_exact():
+    config = load_config(["actor_rollout_ref.rollout.exact=true", "trainer.device=cpu"])
+    validate(config)
+    assert config.actor_rollout_ref.model.override_config == {"attn_implementation": "verl_exact"}

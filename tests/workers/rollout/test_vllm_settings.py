@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from verl.utils.builtin import make_tiny_model
 from verl.utils.config import ConfigError, from_mapping
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry
@@ -52,3 +54,12 @@ def test_what_a_replica_cannot_do_is_refused_with_the_key_that_decides(
 ):
     with pytest.raises(ConfigError, match=said):
         replica(tmp_path, **config)
+
+
+@pytest.mark.parametrize("kind", ["gemma", "olmo"])
+def test_models_that_have_not_been_tried_are_refused_where_bits_shall_be_the_same(tmp_path: Path, kind: str):
+    path = make_tiny_model(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    with pytest.raises(ConfigError, match=f"rollout.exact=true has been tried with qwen2, .*, not with {kind}"):
+        replica(path, exact=True)

@@ -13,6 +13,7 @@ from typing import Any
 from verl.trainer.config.from_verl.rules import known_to_verl
 from verl.trainer.config.from_verl.translation import Note
 from verl.utils.builtin import SEEING_MODEL, SHAPES, is_builtin
+from verl.utils.model import ATTENTION, EXACT
 from verl.workers.config import ActorConfig, DataConfig, HFModelConfig, PPOConfig
 
 _SPLIT = "context_parallel_size"
@@ -48,6 +49,8 @@ def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, An
     for name in FOLLOWING_ACTOR:
         if actor.get(name) is not None:
             _fill(critic, name, actor[name])
+    if rollout.get("exact"):
+        _fill(_section(_section(policy, "model"), "override_config"), ATTENTION, EXACT)
     _fill(critic, "strategy", "megatron" if actor.get("strategy") == "megatron" else "fsdp2")
     _share(filled)
     if any(note.costs and note.key.endswith(_SPLIT) for note in notes):

@@ -80,6 +80,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     names.registered_names,
     critic.critic_of,
     engines.lora,
+    engines.exact,
     engines.checkpoint_engine,
     _min_ranks,
 )

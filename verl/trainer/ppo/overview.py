@@ -54,6 +54,8 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
         f"algorithm: {config.algorithm.adv_estimator}, loss {actor.policy_loss.loss_mode} ({actor.loss_agg_mode}), "
         f"rewards {config.reward_model.reward_manager}"
     )
+    if rollout.exact:
+        yield "exact: trainer and engine compute with the same operators, and give a token the same bits"
     if rollout.quantization is not None:
         yield f"quantization: {rollout.quantization}{_correction(config)}"
     if config.reward_model.enable:

@@ -97,6 +97,11 @@ class RolloutConfig(Section):
     prompt_length: int | None = option(None, "tokens; null: data.max_prompt_length", least=1)
     response_length: int | None = option(None, "tokens; null: data.max_response_length", least=1)
     dtype: str = option("bfloat16", "dtype of the engine's weights", choices=("bfloat16", "float16", "float32"))
+    exact: bool = option(
+        False,
+        "the engine computes with the trainer's own operators, and both give a token the same bits (vllm on cpu, fsdp "
+        "and fsdp2, in bfloat16): rollout_probs_diff is 0.0 then; false: each has the fastest operators it knows",
+    )
     quantization: str | None = option(
         None,
         "fp8: the engine quantizes every version as it loads it, linear layers and experts in blocks of 128 x 128, but "

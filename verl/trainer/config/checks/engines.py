@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.utils.config import ConfigError
+from verl.utils.model import ATTENTION, EXACT
 from verl.workers.config import PPOConfig
 
 
@@ -25,6 +26,41 @@ def lora(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} needs actor_rollout_ref.actor.strategy=fsdp2 "
             "or megatron, not fsdp, which trains whole models"
         )
+
+
+def exact(config: PPOConfig) -> Iterator[str]:
+    """What `rollout.exact` has not been tried with, and what computes with other kernels or other weights."""
+    from verl.utils.device import resolve_device
+
+    policy = config.actor_rollout_ref
+    if not policy.rollout.exact:
+        return
+    rollout, fsdp, model = policy.rollout, policy.actor.fsdp_config, policy.model
+    here, of_fsdp, of_model = "rollout", "actor.fsdp_config", "model"
+    needed: list[tuple[str, object, tuple[object, ...]]] = [
+        (f"{here}.name", rollout.name, ("vllm",)),
+        (f"{here}.dtype", rollout.dtype, ("bfloat16",)),
+        (f"{here}.quantization", rollout.quantization, (None,)),
+        (f"{here}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, (1,)),
+        (f"{here}.expert_parallel_size", rollout.expert_parallel_size, (1,)),
+        (f"{here}.top_k", rollout.top_k, (-1,)),
+        (f"{here}.top_p", rollout.top_p, (1.0,)),
+        (f"{here}.engine_kwargs.vllm", rollout.engine_kwargs.get("vllm") or {}, ({},)),
+        ("actor.strategy", policy.actor.strategy, ("fsdp2", "fsdp")),
+        (f"{of_fsdp}.dtype", fsdp.dtype, ("bfloat16",)),
+        (f"{of_fsdp}.ulysses_sequence_parallel_size", fsdp.ulysses_sequence_parallel_size, (1,)),
+        (f"{of_model}.lora_rank", model.lora_rank, (0,)),
+        (f"{of_model}.trust_remote_code", model.trust_remote_code, (False,)),
+        (f"{of_model}.override_config.{ATTENTION}", model.override_config.get(ATTENTION), (EXACT,)),
+    ]
+    if not rollout.do_sample:  # of greedy answers the engine tells the log-probs at temperature 1
+        needed.append((f"{here}.temperature", rollout.temperature, (1.0,)))
+    start = "actor_rollout_ref.rollout.exact=true needs"
+    if (device := resolve_device(config.trainer.device)) != "cpu":
+        yield f"{start} trainer.device=cpu, not {device}, on which it has not been run"
+    for key, value, right in needed:
+        if value not in right:
+            yield f"{start} actor_rollout_ref.{key}={' or '.join(map(str, right))}, not {value}"
 
 
 def checkpoint_engine(config: PPOConfig) -> Iterator[str]:

@@ -28,7 +28,7 @@ from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.language_model import is_wrapper
-from verl.utils.model import load_hf_config
+from verl.utils.model import ATTENTION, load_hf_config
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (
@@ -38,6 +38,7 @@ from verl.workers.rollout.records import (
     TokenOutput,
     WeightVersionSpan,
 )
+from verl.workers.rollout.vllm import exact
 from verl.workers.rollout.vllm.adapter import ADAPTER_ID, ADAPTER_NAME, adapter_files, engine_rank
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
 from verl.workers.rollout.vllm.refusals import told_in_a_line
@@ -87,6 +88,8 @@ class VLLMEngine:
         self._eos = eos_token_ids(self._spec.model)
         if self._spec.device == "cpu":
             self._bind_threads()
+        if self._spec.config.exact:
+            exact.register()
         self._leftovers = Leftovers()
         self._reports = self._leftovers.directory / "reports"
         self._reports.mkdir()
@@ -174,6 +177,10 @@ class VLLMEngine:
             arguments["enable_return_routed_experts"] = True
         if config.expert_parallel_size > 1:
             arguments |= {"enable_expert_parallel": True, "data_parallel_size": config.data_ranks}
+        if config.exact:
+            fields = {name: value for name, value in spec.model.override_config.items() if name != ATTENTION}
+            arguments["worker_cls"] = f"{exact.__name__}.{exact.ExactWorker.__name__}"
+            arguments["hf_overrides"] = fields | {"architectures": [exact.ARCHITECTURE]}
         arguments |= config.engine_kwargs.get("vllm") or {}
         if spec.device == "cpu" and arguments.get("enable_expert_parallel") and config.replica_ranks > 1:
             arguments.setdefault("worker_cls", EXPERTS_WORKER)

@@ -35,6 +35,7 @@ OWNED_ARGUMENTS = {
     "max_loras": "actor_rollout_ref.model.lora.merge",
     "max_lora_rank": "actor_rollout_ref.model.lora_rank",
 }
+EXACT_MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe")
 ONE_REPLICA = ("pipeline_parallel_size", "prefill_context_parallel_size")
 """Arguments that would give a replica more ranks than it is placed on."""
 
@@ -52,6 +53,8 @@ class VLLMReplica(RolloutReplica):
     startup_hint = " (takes about 20 s)"
 
     def check_config(self) -> None:
+        if self.config.exact:
+            self._check_exact()
         if self.config.data_ranks > 1:
             self._check_data_ranks()
         if self.model.sends_adapters:
@@ -97,6 +100,17 @@ class VLLMReplica(RolloutReplica):
                 f"{key} over data-parallel ranks has not been tried with rollout.enable_rollout_routing_replay: set it "
                 f"to {own}"
             )
+
+    def _check_exact(self) -> None:
+        from verl.workers.hf.exact import layer_that_differs
+
+        key, hf_config = "actor_rollout_ref.rollout.exact=true", load_hf_config(self.model)
+        if hf_config.model_type not in EXACT_MODELS:
+            raise ConfigError(
+                f"{key} has been tried with {', '.join(EXACT_MODELS)}, not with {hf_config.model_type}: leave it out"
+            )
+        if found := layer_that_differs(hf_config):
+            raise ConfigError(f"{key}: on this processor {found}: leave it out")
 
     def _check_adapters(self) -> None:
         merged = "set actor_rollout_ref.model.lora.merge=true"

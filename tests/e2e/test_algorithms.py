@@ -52,7 +52,7 @@ def separately(mode, directory, *overrides):
     trainer_class, main = MODES[mode]
     where = {"config_path": main.CONFIG_DIR, "config_name": main.CONFIG_NAME}
     overrides = (*overrides, "checkpoint_engine.backend=naive", f"trainer.rollout_data_dir={directory / 'samples'}")
-    return Run(directory, in_process(directory, *overrides, trainer_class=trainer_class, **where))
+    return Run.of(directory, *overrides, trainer_class=trainer_class, **where)
 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
@@ -65,7 +65,7 @@ def test_remax_in_the_other_modes_subtracts_the_reward_of_a_greedy_response(ray_
 
 
 def test_remax_subtracts_the_reward_of_a_greedy_response(ray_cluster, tmp_path, base):
-    run = Run(tmp_path, in_process(tmp_path, *base, "algorithm.adv_estimator=remax"))
+    run = Run.of(tmp_path, *base, "algorithm.adv_estimator=remax")
     for metrics in run.metrics.values():
         assert metrics["timing_s/gen_max"] > 0
         expected = metrics["critic/rewards/mean"] - metrics["reward/greedy/mean"]
@@ -74,16 +74,13 @@ def test_remax_subtracts_the_reward_of_a_greedy_response(ray_cluster, tmp_path, 
 
 
 def test_the_optimal_token_baseline_runs_with_rejection_and_importance_weights(ray_cluster, tmp_path, base):
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            *base,
-            "algorithm.adv_estimator=optimal_token_baseline",
-            "algorithm.rollout_correction.rollout_is=token",
-            "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
-            "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
-        ),
+        *base,
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
     )
     for metrics in run.metrics.values():
         assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
@@ -92,18 +89,15 @@ def test_the_optimal_token_baseline_runs_with_rejection_and_importance_weights(r
 
 
 def test_gdpo_and_the_plain_policy_gradient_without_old_log_probs(ray_cluster, tmp_path, base):
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            *base,
-            "algorithm.adv_estimator=gdpo",
-            "algorithm.gdpo_reward_keys=[acc,length]",
-            "reward_model.reward_manager=gdpo",
-            "algorithm.rollout_correction.bypass_mode=true",
-            "algorithm.rollout_correction.loss_type=reinforce",
-            "algorithm.rollout_correction.rollout_is=sequence",
-        ),
+        *base,
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys=[acc,length]",
+        "reward_model.reward_manager=gdpo",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "algorithm.rollout_correction.loss_type=reinforce",
+        "algorithm.rollout_correction.rollout_is=sequence",
     )
     for metrics in run.metrics.values():
         assert metrics["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-4)
@@ -121,7 +115,7 @@ FILTER = (
 
 
 def test_dynamic_sampling_trains_on_groups_that_differ_and_resumes_where_it_was(ray_cluster, tmp_path, base):
-    whole = Run(tmp_path, in_process(tmp_path, *base, *FILTER, "trainer.total_training_steps=3"))
+    whole = Run.of(tmp_path, *base, *FILTER, "trainer.total_training_steps=3")
     for step, metrics in whole.metrics.items():
         assert metrics["reward_extra/even/mean"] == 1.0
         assert metrics["filter_groups/differing"] >= 4
@@ -130,7 +124,7 @@ def test_dynamic_sampling_trains_on_groups_that_differ_and_resumes_where_it_was(
     again = tmp_path / "again"
     elsewhere = f"trainer.rollout_data_dir={again / 'samples'}"
     in_process(again, *base, *FILTER, elsewhere, "trainer.total_training_steps=2")
-    resumed = Run(again, in_process(again, *base, *FILTER, elsewhere, "trainer.total_training_steps=3"))
+    resumed = Run.of(again, *base, *FILTER, elsewhere, "trainer.total_training_steps=3")
     assert resumed.questions(3) == whole.questions(3)
     assert resumed.metrics[3]["training/epoch"] == whole.metrics[3]["training/epoch"] > 0
 
@@ -170,21 +164,18 @@ def test_a_data_set_smaller_than_what_is_drawn_is_refused_before_anything_starts
 
 
 def test_the_trainer_follows_the_experts_that_the_rollout_engine_chose(ray_cluster, tmp_path):
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            "actor_rollout_ref.model.path=builtin:tiny-qwen3-moe",
-            "actor_rollout_ref.actor.strategy=megatron",
-            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
-            "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
-            "actor_rollout_ref.actor.megatron.dtype=float32",
-            "actor_rollout_ref.rollout.name=hf",
-            "actor_rollout_ref.rollout.dtype=float32",
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
-            "trainer.n_gpus_per_node=2",
-            "trainer.total_training_steps=2",
-        ),
+        "actor_rollout_ref.model.path=builtin:tiny-qwen3-moe",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+        "actor_rollout_ref.actor.megatron.dtype=float32",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
     )
     assert len(run.metrics) == 2
     for metrics in run.metrics.values():
@@ -194,20 +185,17 @@ def test_the_trainer_follows_the_experts_that_the_rollout_engine_chose(ray_clust
 @pytest.mark.vllm
 @NEEDS_FLOAT8
 def test_what_a_quantized_engine_of_two_ranks_samples_is_weighed(ray_cluster, tmp_path):
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            "actor_rollout_ref.model.path=builtin:tiny-qwen3-moe",
-            "actor_rollout_ref.rollout.name=vllm",
-            "actor_rollout_ref.rollout.dtype=bfloat16",
-            "actor_rollout_ref.rollout.quantization=fp8",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-            "algorithm.rollout_correction.rollout_is=token",
-            "checkpoint_engine.check_engine=always",
-            "trainer.n_gpus_per_node=1",
-            "trainer.total_training_steps=2",
-        ),
+        "actor_rollout_ref.model.path=builtin:tiny-qwen3-moe",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "actor_rollout_ref.rollout.quantization=fp8",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "algorithm.rollout_correction.rollout_is=token",
+        "checkpoint_engine.check_engine=always",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=2",
     )
     first, *later = (report["engine_checks"]["replica-0"]["found"] for report in run.reports)
     assert first.endswith("live tensors equal a load from disk")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import in_process
 from tests.e2e.test_training import REWARD, Run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.step import Step
@@ -40,7 +39,7 @@ def run(directory: Path, *overrides: str) -> tuple[Run, dict[int, bytes]]:
     reward = directory / "reward.py"
     reward.write_text(REWARD)
     own_reward = f"custom_reward_function.path={reward}"
-    return Run(directory, in_process(directory, *REPEATABLE, own_reward, *overrides, trainer_class=Noting)), digests
+    return Run.of(directory, *REPEATABLE, own_reward, *overrides, trainer_class=Noting), digests
 
 
 @pytest.fixture(scope="module")

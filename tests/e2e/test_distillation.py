@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.job import in_process
 from tests.e2e.test_algorithms import separately
 from tests.e2e.test_training import Run
 from verl.utils.builtin import make_tiny_model
@@ -91,17 +90,14 @@ def samples_of(directory, step):
 def test_the_divergence_that_is_told_is_the_one_of_both_models(
     ray_cluster, tmp_path, base, tiny_model, teachers, strategy
 ):
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            *base,
-            f"actor_rollout_ref.actor.strategy={strategy}",
-            "actor_rollout_ref.actor.megatron.dtype=float32",
-            f"{LOSS}.loss_mode=k1",
-            f"{LOSS}.use_policy_gradient=true",
-            f"{LOSS}.use_task_rewards=false",
-        ),
+        *base,
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        "actor_rollout_ref.actor.megatron.dtype=float32",
+        f"{LOSS}.loss_mode=k1",
+        f"{LOSS}.use_policy_gradient=true",
+        f"{LOSS}.use_task_rewards=false",
     )
     first = run.metrics[1]
     samples = samples_of(tmp_path, 1)
@@ -124,20 +120,17 @@ def test_each_sample_has_the_teacher_of_its_source(ray_cluster, tmp_path, base, 
     }
     pq.write_table(pa.table(rows), tmp_path / "data.parquet")
     others = [each for each in base if not each.startswith(TEACHER)]
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            *others,
-            *of_teacher("one", teachers[0], "key=left", "num_replicas=1"),
-            *of_teacher("two", teachers[1], "key=right", "num_replicas=1"),
-            f"data.train_files={tmp_path / 'data.parquet'}",
-            f"data.val_files={tmp_path / 'data.parquet'}",
-            "trainer.n_gpus_per_node=2",
-            "actor_rollout_ref.model.use_remove_padding=true",
-            f"{LOSS}.loss_mode=forward_kl_topk",
-            f"{LOSS}.topk=8",
-        ),
+        *others,
+        *of_teacher("one", teachers[0], "key=left", "num_replicas=1"),
+        *of_teacher("two", teachers[1], "key=right", "num_replicas=1"),
+        f"data.train_files={tmp_path / 'data.parquet'}",
+        f"data.val_files={tmp_path / 'data.parquet'}",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.model.use_remove_padding=true",
+        f"{LOSS}.loss_mode=forward_kl_topk",
+        f"{LOSS}.topk=8",
     )
     samples = samples_of(tmp_path, 1)
     sources = {f"{number} + 1 =": rows["data_source"][number] for number in range(8)}

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.modes_analysis import analyse
 from tests.e2e import brittle_backend, held_responses
-from tests.e2e.job import QUICK, Job, in_process
+from tests.e2e.job import QUICK, Job
 from tests.e2e.test_training import REWARD, Run
 from verl.checkpoint_engine.errors import SyncAborted
 from verl.experimental.agent_loop.errors import AgentCodeError
@@ -48,7 +48,7 @@ TRACED = (
 def fully_async(directory, *overrides):
     where = {"config_path": fully_async_main.CONFIG_DIR, "config_name": fully_async_main.CONFIG_NAME}
     overrides = (f"trainer.rollout_data_dir={directory / 'samples'}", *overrides)
-    return Run(directory, in_process(directory, *overrides, trainer_class=FullyAsyncTrainer, **where))
+    return Run.of(directory, *overrides, trainer_class=FullyAsyncTrainer, **where)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def repeatable(tmp_path_factory, tiny_model):
 def hybrid(ray_cluster, tmp_path_factory, repeatable):
     directory = tmp_path_factory.mktemp("hybrid")
     samples = f"trainer.rollout_data_dir={directory / 'samples'}"
-    return Run(directory, in_process(directory, *repeatable, f"data.train_batch_size={PROMPTS}", samples, *TRACED))
+    return Run.of(directory, *repeatable, f"data.train_batch_size={PROMPTS}", samples, *TRACED)
 
 
 def test_without_staleness_it_is_hybrid_training(hybrid, ray_cluster, tmp_path, repeatable):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.e2e.job import STARTUP_S, in_process
+from tests.e2e.job import STARTUP_S
 from tests.e2e.test_training import Run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -38,17 +38,14 @@ class Watched(RayPPOTrainer):
 
 
 def test_a_second_engine_joins_and_leaves_without_a_restart(ray_cluster, tmp_path, tiny_model):
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            f"actor_rollout_ref.model.path={tiny_model}",
-            "trainer.n_gpus_per_node=1",
-            "trainer.total_training_steps=5",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
-            "actor_rollout_ref.actor.entropy_coeff=0.01",
-            trainer_class=Watched,
-        ),
+        f"actor_rollout_ref.model.path={tiny_model}",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=5",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        trainer_class=Watched,
     )
     assert [run.metrics[step]["rollout/replicas"] for step in (1, 3, 4, 5)] == [1, 2, 1, 1]
     updated = {report["version"]: report["replicas_updated"] for report in run.reports}

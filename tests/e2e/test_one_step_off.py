@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.job import in_process
 from tests.e2e.test_training import Run
 from verl.experimental.one_step_off_policy.main_ppo import CONFIG_DIR, CONFIG_NAME
 from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
@@ -24,7 +23,7 @@ SLOW_GENERATION = (
 def one_step_off(directory, *overrides):
     overrides = ("trainer.n_gpus_per_node=1", f"trainer.rollout_data_dir={directory / 'samples'}", *overrides)
     where = {"config_path": CONFIG_DIR, "config_name": CONFIG_NAME}
-    return Run(directory, in_process(directory, *overrides, trainer_class=OneStepOffPolicyTrainer, **where))
+    return Run.of(directory, *overrides, trainer_class=OneStepOffPolicyTrainer, **where)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 import torch
@@ -55,6 +56,11 @@ EVERY_STEP = {
 class Run:
     directory: Path
     result: TrainingResult | None = None
+
+    @classmethod
+    def of(cls, directory: Path, *overrides: str, **where: Any) -> Self:
+        """What `in_process` makes of them."""
+        return cls(directory, in_process(directory, *overrides, **where))
 
     @property
     def out(self) -> Path:
@@ -182,19 +188,16 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
 
 @pytest.mark.parametrize("backend", [using("kimi_ckpt_engine")])
 def test_one_of_two_rollout_nodes_may_pull_the_weights_of_both(ray_cluster, tmp_path, backend):
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            f"checkpoint_engine.backend={backend}",
-            "trainer.placement=separate",
-            "trainer.n_gpus_per_node=1",
-            "trainer.total_training_steps=1",
-            "actor_rollout_ref.rollout.nnodes=2",
-            # In bfloat16 trainer and engine round differently, by how much depends on the processor.
-            "actor_rollout_ref.rollout.dtype=float32",
-            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-        ),
+        f"checkpoint_engine.backend={backend}",
+        "trainer.placement=separate",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.rollout.nnodes=2",
+        # In bfloat16 trainer and engine round differently, by how much depends on the processor.
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
     )
     assert [report["outcome"] for report in run.reports] == ["committed", "committed"]
     for report in run.reports:
@@ -220,29 +223,26 @@ def own_reward(tmp_path):
 
 def test_rloo_with_a_kl_loss_entropy_token_weights_and_fixed_micro_batches_on_qwen3(ray_cluster, tmp_path, own_reward):
     model = make_tiny_model(tmp_path / "qwen3", "qwen3", tie_word_embeddings=True)
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            f"actor_rollout_ref.model.path={model}",
-            own_reward,
-            "+custom_reward_function.reward_kwargs.bonus=0.5",
-            "algorithm.adv_estimator=rloo",
-            "algorithm.rollout_correction.rollout_is=token",
-            "actor_rollout_ref.actor.use_kl_loss=true",
-            "actor_rollout_ref.actor.kl_loss_type=mse",
-            "actor_rollout_ref.actor.entropy_coeff=0.01",
-            "actor_rollout_ref.actor.use_dynamic_bsz=false",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "actor_rollout_ref.actor.ppo_epochs=2",
-            "actor_rollout_ref.actor.shuffle=true",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
-            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
-            "trainer.total_training_steps=2",
-            f"trainer.rollout_data_dir={tmp_path / 'samples'}",
-            f"trainer.validation_data_dir={tmp_path / 'held-out'}",
-        ),
+        f"actor_rollout_ref.model.path={model}",
+        own_reward,
+        "+custom_reward_function.reward_kwargs.bonus=0.5",
+        "algorithm.adv_estimator=rloo",
+        "algorithm.rollout_correction.rollout_is=token",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_type=mse",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.shuffle=true",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+        "trainer.total_training_steps=2",
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        f"trainer.validation_data_dir={tmp_path / 'held-out'}",
     )
     first, second = run.metrics[1], run.metrics[2]
     assert first["actor/kl_loss"] > 0  # the second of its epochs has left the reference already
@@ -285,19 +285,16 @@ def test_rloo_with_a_kl_loss_entropy_token_weights_and_fixed_micro_batches_on_qw
 def test_the_default_algorithm_on_other_engines_with_a_reference_policy(
     ray_cluster, tmp_path, tiny_model, own_reward, strategy
 ):
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            f"actor_rollout_ref.model.path={tiny_model}",
-            own_reward,
-            *strategy,
-            "actor_rollout_ref.actor.use_kl_loss=true",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
-            "trainer.total_training_steps=2",
-            "trainer.save_freq=2",
-            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        ),
+        f"actor_rollout_ref.model.path={tiny_model}",
+        own_reward,
+        *strategy,
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=2",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     )
     assert list(run.metrics) == [1, 2]
     assert max(metrics["training/rollout_probs_diff_mean"] for metrics in run.metrics.values()) < 0.02
@@ -325,7 +322,7 @@ def test_ppo_with_a_critic_that_warms_up_and_is_saved_and_resumed(ray_cluster, t
         "critic.optim.lr=1e-3",
         "actor_rollout_ref.actor.optim.lr=1e-3",
     )
-    run = Run(tmp_path, in_process(tmp_path, *overrides, "trainer.total_training_steps=2"))
+    run = Run.of(tmp_path, *overrides, "trainer.total_training_steps=2")
     first, second = run.metrics[1], run.metrics[2]
     assert "actor/grad_norm" not in first  # only the critic learns
     assert second["actor/grad_norm"] > 0
@@ -404,26 +401,23 @@ def test_tools_called_in_a_format_of_vllm_an_interaction_a_loop_and_a_data_set_o
     (tmp_path / "tools.yaml").write_text(f"tools: [{{class_name: '{tmp_path / 'loop.py'}:Add'}}]\n")
     (tmp_path / "partners.yaml").write_text(f"interaction: [{{class_name: '{tmp_path / 'loop.py'}:Again'}}]\n")
     (tmp_path / "loops.yaml").write_text(f"- {{name: calling, _target_: '{tmp_path / 'loop.py'}:Calling'}}\n")
-    run = Run(
+    run = Run.of(
         tmp_path,
-        in_process(
-            tmp_path,
-            f"actor_rollout_ref.model.path={tiny_model}",
-            own_reward,
-            "trainer.n_gpus_per_node=1",
-            "trainer.total_training_steps=1",
-            "data.max_prompt_length=302",
-            "data.max_response_length=210",
-            f"data.custom_cls.path={tmp_path / 'dataset.py'}",
-            "data.custom_cls.name=Polite",
-            f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}",
-            "actor_rollout_ref.rollout.multi_turn.format=qwen3_coder",
-            f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={tmp_path / 'partners.yaml'}",
-            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
-            "actor_rollout_ref.rollout.agent.default_agent_loop=calling",
-            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
-            f"trainer.rollout_data_dir={tmp_path / 'samples'}",
-        ),
+        f"actor_rollout_ref.model.path={tiny_model}",
+        own_reward,
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=1",
+        "data.max_prompt_length=302",
+        "data.max_response_length=210",
+        f"data.custom_cls.path={tmp_path / 'dataset.py'}",
+        "data.custom_cls.name=Polite",
+        f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path / 'tools.yaml'}",
+        "actor_rollout_ref.rollout.multi_turn.format=qwen3_coder",
+        f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={tmp_path / 'partners.yaml'}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=calling",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
     )
     assert run.metrics[1]["num_turns/max"] > 2
     assert run.metrics[1]["training/rollout_probs_diff_mean"] < 0.02
@@ -499,7 +493,7 @@ def resumed(ray_cluster, killed):
     """The same command again."""
     directory, overrides, _, _ = killed
     (directory / "out/.global_step_9.partial/actor").mkdir(parents=True)  # as a kill during a save leaves it
-    return Run(directory, in_process(directory, *overrides))
+    return Run.of(directory, *overrides)
 
 
 def test_a_killed_run_goes_on_where_its_last_checkpoint_was(uninterrupted, resumed):

@@ -26,6 +26,7 @@ def test_ratios_of_first_updates_are_one_and_probabilities_differ_by_nothing(ray
         "actor_rollout_ref.rollout.exact=true",
         "actor_rollout_ref.rollout.temperature=0.7",
         "actor_rollout_ref.rollout.max_num_seqs=5",
+        "actor_rollout_ref.actor.entropy_coeff=0.1",  # no answer is right
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "data.max_response_length=40",
         "data.train_batch_size=8",
@@ -37,3 +38,4 @@ def test_ratios_of_first_updates_are_one_and_probabilities_differ_by_nothing(ray
     assert [step["training/rollout_probs_diff_max"] for step in metrics] == [0.0] * 3
     assert [step["actor/ppo_kl"] for step in metrics] == [0.0] * 3
     assert all(step["response_length/max"] > 1 for step in metrics)
+    assert all(step["actor/grad_norm"] > 0 for step in metrics)

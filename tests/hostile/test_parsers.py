@@ -30,7 +30,7 @@ from safetensors.torch import save
 from tests.hostile.mutations import changed
 from verl.checkpoint_engine.backends import one_sided
 from verl.checkpoint_engine.errors import ConfigError, IntegrityError, PlanError, TransportError
-from verl.checkpoint_engine.links import page
+from verl.checkpoint_engine.links import upstream
 from verl.checkpoint_engine.memory import committed
 from verl.checkpoint_engine.memory.digest import Manifest
 from verl.checkpoint_engine.parameter_server import link_messages, roster
@@ -301,8 +301,8 @@ PARSERS: dict[str, Parser] = {
         "msgpack",
     ),
     "address of a node": Parser(
-        json_seed(page.Endpoint("tcp://10.0.0.1:1", 2**46, 4096)),
-        lambda data, _: parsed(data, page.Endpoint, "an address"),
+        json_seed(upstream.Endpoint("tcp://10.0.0.1:1", 2**46, 4096)),
+        lambda data, _: parsed(data, upstream.Endpoint, "an address"),
         (TransportError,),
         "json",
     ),

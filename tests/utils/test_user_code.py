@@ -21,7 +21,7 @@ def test_a_missing_name_lists_what_the_file_defines(user_file):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"section.path='.*nothing.py' does not exist"):
+    with pytest.raises(ConfigError, match=r"section.path=.*nothing.py: no such file"):
         load_from_file(tmp_path / "nothing.py", "score", key="section")
 
 

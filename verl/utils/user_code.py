@@ -53,7 +53,7 @@ def _imported(path: str, key: str) -> ModuleType:
 
 def _run_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"{key}.path={str(path)!r} does not exist")
+        raise ConfigError(f"{key}.path={path}: no such file")
     module_name = f"verl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

@@ -38,6 +38,7 @@ def test_main_gets_the_configuration_once():
         ["--cfg=everything"],
         ["--cfg=job", "--package=nothing.here"],
         ["algorithm.adv_estimator=grp"],
+        ["--trainer.nnodes=1"],
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(argv, capsys):
@@ -48,6 +49,12 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(argv, capsys):
     assert output.out == ""
     assert output.err.startswith("error: ")
     assert output.err.count("\n") == 1
+
+
+def test_a_key_with_dashes_is_told_without(capsys):
+    with pytest.raises(SystemExit):
+        run("--trainer.nnodes=1")
+    assert capsys.readouterr().err.endswith("keys have no dashes before them: trainer.nnodes=1\n")
 
 
 def test_a_failure_of_the_users_reward_is_one_line_and_a_traceback_if_asked_for(capsys, monkeypatch):

@@ -27,6 +27,10 @@ SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model",
         ("zzz=1", "unknown configuration key 'zzz'. See --help"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backnd=x", "Did you mean 'checkpoint_engine.backend'?"),
         ("trainer.nnodes=x", "trainer.nnodes takes an integer, not 'x'"),
+        ("trainer.default_local_dir=None", "trainer.default_local_dir=None: None is a word here; write null"),
+        ("trainer.max_actor_ckpt_to_keep=None", "trainer.max_actor_ckpt_to_keep=None: None is a word here"),
+        ("trainer.experiment_name=", "trainer.experiment_name='' is a part of the output directory"),
+        ("trainer.experiment_name=../x", "trainer.experiment_name='../x' is a part of the output directory"),
         ("trainer.seed=null", "trainer.seed takes an integer, not None"),
         ("data.truncation=lefty", "data.truncation='lefty' is not one of: error, left, right, middle"),
         ("data.custom_cls=3", "data.custom_cls is a section of keys"),
@@ -81,6 +85,11 @@ def test_all_unknown_keys_are_told_at_once():
     assert "'trainer.loger'" in first
     assert "'zork'" in second
     assert third == "data is a section of keys; it cannot be set to null"
+
+
+@pytest.mark.parametrize("path", ["~/a.parquet", "/data/Übung.parquet", "数据/train.parquet"])
+def test_paths_need_no_quotes_for_a_tilde_or_letters_of_any_language(path):
+    assert load_config([f"data.train_files={path}", f"data.val_files={path}"]).data.train_files == path
 
 
 @pytest.mark.parametrize(

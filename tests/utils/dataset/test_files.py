@@ -39,6 +39,13 @@ def test_a_directory_says_what_is_in_it(write, tmp_path):
         resolve_data_files(str(tmp_path))
 
 
+def test_a_pattern_says_which_files_it_stands_for(write, tmp_path):
+    for name in "ab":
+        write(["1"], name=f"{name}.parquet")
+    with pytest.raises(ConfigError, match=r"\*.parquet is a pattern; .*train_files=\[.*/a.parquet,.*/b.parquet\]"):
+        resolve_data_files(str(tmp_path / "*.parquet"))
+
+
 LINE = json.dumps({"prompt": 1}).encode()
 UNREADABLE = {
     "empty": (lambda whole: b"", "is empty: it has 0 bytes"),

@@ -1,4 +1,6 @@
+import json
 import logging
+import re
 
 import pytest
 
@@ -50,6 +52,26 @@ def test_a_missing_column_names_the_file_that_lacks_it(write, tokenizer, column)
     files = [write(["a"], name="good.parquet"), write(["b"], name="bad.parquet", **{column: None})]
     with pytest.raises(ConfigError, match=rf"bad.parquet has no column '{column}'"):
         RLHFDataset(files, tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        (
+            {"question": "1+1?", "answer": "#### 2"},
+            "of it: python -m verl.utils.data prepare gsm8k --from",
+        ),
+        ({"problem": "1+1?", "solution": "2"}, "prepare math --from"),
+        (
+            {"messages": [{"role": "user", "content": "1+1?"}]},
+            "are the prompts: data.prompt_key=messages",
+        ),
+    ],
+)
+def test_a_file_of_another_form_says_what_makes_it_usable(tmp_path, tokenizer, row, remedy):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=rf"no column 'prompt'.*{re.escape(remedy)}"):
+        RLHFDataset([str(tmp_path / "rows.jsonl")], tokenizer, DataConfig())
 
 
 def test_a_misspelt_prompt_key_suggests_the_column(write, tokenizer):

@@ -59,7 +59,7 @@ def test_a_function_that_cannot_be_used_is_refused_when_it_is_loaded(load, keys,
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match=r"custom_reward_function.path='/nowhere/reward.py' does not exist"):
+    with pytest.raises(ConfigError, match=r"custom_reward_function.path=/nowhere/reward.py: no such file"):
         load_reward_function(CustomRewardFunctionConfig(path="/nowhere/reward.py"))
 
 

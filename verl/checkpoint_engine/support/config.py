@@ -205,8 +205,11 @@ def _convert_scalar(hint: Any, value: Any, dotted: str) -> Any:
 
 
 def _convert_union(members: tuple[Any, ...], value: Any, dotted: str) -> Any:
-    if value is None and type(None) in members:
-        return None
+    if type(None) in members:
+        if value is None:
+            return None
+        if value == "None":
+            raise ConfigError(f"{dotted}=None: None is a word here; write null")
     errors = []
     for member in members:
         if member is type(None):

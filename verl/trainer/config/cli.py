@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,8 @@ def run_hydra(
 
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        _fail(f"{message}; see --help")
+        dashes = re.search(r"(?<=: )--([\w.]+=\S*)", message)
+        _fail(f"{message}; " + (f"keys have no dashes before them: {dashes[1]}" if dashes else "see --help"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,8 @@ from verl.trainer.config.schema import section_paths
 from verl.trainer.config.suggest import key_error
 from verl.utils.config import ConfigError
 
+PLAIN = re.compile(r"[\w./:@-]+", re.ASCII)
+
 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Raises ConfigError with a line for each that Hydra's grammar does not read, with the usual reason."""
@@ -29,12 +31,19 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             problems.append(f"malformed override {text!r}: write key=value")
             continue
         try:
-            parsed.extend(parser.parse_overrides([text]))
+            parsed.extend(parser.parse_overrides([_quoted(text)]))
         except HydraException as exc:
             problems.append(f"malformed override {text!r}: {str(exc).splitlines()[0]}; {_remedy(text)}")
     if problems:
         raise ConfigError("\n".join(problems))
     return parsed
+
+
+def _quoted(text: str) -> str:
+    """With quotes around a value that can only be a string but has characters that Hydra's grammar does not know:
+    `~`, and letters beyond ASCII."""
+    key, _, value = text.partition("=")
+    return f'{key}="{value}"' if re.fullmatch(r"(?:[\w./:@-]|~)+", value) and not PLAIN.fullmatch(value) else text
 
 
 def _remedy(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,9 @@ def resolve_data_files(files: str | Sequence[str], split: str = "train") -> list
             )
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
+        if found := sorted(glob(missing[0])):  # it exists by another name, which has to be a pattern
+            shown = ",".join(found[:SHOWN_FILES]) + (",..." if len(found) > SHOWN_FILES else "")
+            raise ConfigError(f"{KEYS[split]}: {missing[0]} is a pattern; give its files: {KEYS[split]}=[{shown}]")
         raise ConfigError(
             f"{KEYS[split]}: no such file: {', '.join(missing)}. Data sets are not downloaded: "
             "give local parquet or JSON Lines files, or builtin:arithmetic"
@@ -60,8 +64,15 @@ class Rows:
     A file keeps its own types: a column may be text in one and a number in the next.
     """
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str], lighten: Lighten | None = None) -> None:
-        """`lighten` is done as the files are read, a few rows at a time.
+    def __init__(
+        self,
+        files: Sequence[Path],
+        columns: Sequence[str],
+        lighten: Lighten | None = None,
+        remedy: Callable[[Path, dict[str, Any]], str] = lambda *_: "",
+    ) -> None:
+        """`lighten` is done as the files are read, a few rows at a time. `remedy` says, from a file's first row, what
+        to do where a column is missing.
 
         Raises ConfigError for a file without one of `columns`, or that cannot be read."""
         self._parts: list[tuple[Path, _Part]] = []
@@ -69,7 +80,8 @@ class Rows:
             part = _read(path, lighten)
             for column in columns:
                 if column not in part.columns:
-                    raise ConfigError(f"{path} has no column {column!r}.{did_you_mean(column, part.columns)}")
+                    near = did_you_mean(column, part.columns)
+                    raise ConfigError(f"{path} has no column {column!r}.{near}{remedy(path, part.read(0, 1)[0])}")
             self._parts.append((path, part))
         self._chosen: Sequence[int] = range(sum(len(part) for _, part in self._parts))
         self._columns = list(dict.fromkeys(name for _, part in self._parts for name in part.columns))

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -162,7 +163,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Set `dataframe` to the rows of `data_files`: something with a length, items that are dicts, and `select`."""
         columns = (self.config.prompt_key, self.config.reward_fn_key, "reward_model")
         lighten = (self.config.image_key, in_files) if self.processor is not None else None
-        rows = Rows([Path(path) for path in self.data_files], columns, lighten)
+        rows = Rows([Path(path) for path in self.data_files], columns, lighten, partial(remedy_for, columns[0]))
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
@@ -432,3 +433,14 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
         return ids[:limit]
     head = limit // 2
     return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+def remedy_for(prompt_key: str, path: Path, row: dict[str, Any]) -> str:
+    """What to do about a file whose first row is this one and lacks a column; empty if it has the prompt."""
+    if prompt_key in row:
+        return ""
+    for question, solution, name in (("question", "answer", "gsm8k"), ("problem", "solution", "math")):
+        if {question, solution} <= row.keys():
+            return f" Make samples of it: python -m verl.utils.data prepare {name} --from {path} --to {name}.parquet"
+    chats = [name for name, value in row.items() if isinstance(value, list) and value and "role" in value[0]]
+    return f" If its messages are the prompts: data.prompt_key={chats[0]}" if chats else ""

@@ -156,7 +156,8 @@ def test_every_sync_leaves_a_report_whose_phases_add_up(real):
 @pytest.mark.vllm
 def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
     run, job = real
-    assert [line.split(" (")[0] for line in job.stderr.splitlines()] == [
+    unboxed = [line for line in job.stderr.splitlines() if not line.startswith(("+-", "|"))]
+    assert [line.split(" (")[0] for line in unboxed] == [
         f"training builtin:tiny-qwen2 on builtin:arithmetic; output in {run.out}",
         "rollout: vllm, 1 replicas of 1 ranks, colocated; 4 responses per prompt",
         "batch: 8 prompts per step, 4 per optimizer step, micro-batches of up to 16384 tokens; "
@@ -167,13 +168,17 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
         "starting 1 vllm rollout engine",
         "loading version 0 of the weights into the rollout engines",
         re.search(r"the training state of the last step is kept in memory: [\d.]+ MiB on [\d.]+", job.stderr)[0],
+        *(f"checkpoint: {run.out / f'global_step_{step}'}" for step in (2, 3)),
         re.search(r"3 steps in \d+ s; to look at them: verl-sync report ", job.stderr)[0] + str(run.out),
     ]
-    lines = job.stdout.splitlines()
-    steps = [re.match(r"step (\d)/3 \| (reward|held-out builtin/arithmetic) \d", line).groups() for line in lines[:6]]
+    lines = job.stdout.splitlines()[:9]
+    named = [line for line in lines if line.startswith("step ")]
+    steps = [re.match(r"step (\d)/3 \| (reward|held-out builtin/arithmetic) \d", line).groups() for line in named]
     assert [step for step, what in steps if what == "reward"] == ["1", "2", "3"]
     assert [step for step, what in steps if what != "reward"] == ["0", "2", "3"]
-    assert max(map(len, lines[:6])) <= 80
+    assert [line[:5] for line in lines if line not in named] == ["  kl "] * 3
+    assert max(map(len, lines)) <= 80
+    assert job.stderr.count("+- held-out sample, step ") == 3
     assert "held-out reward" in job.stdout
     assert (run.out / "config.yaml").is_file()
     assert len((run.out / "runs.jsonl").read_text().splitlines()) == 1

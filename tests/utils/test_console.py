@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from verl.checkpoint_engine.support.console import log_to_console
-from verl.utils.console import StepConsole, print_summary, step_line, validation_rewards
+from verl.utils.console import StepConsole, boxed, print_summary, step_line, validation_rewards
 
 METRICS = {
     "critic/score/mean": 0.53125,
@@ -54,6 +54,7 @@ def test_where_there_is_room_a_step_is_one_line_with_everything_that_was_measure
 def test_eighty_columns_show_what_is_needed_most():
     assert step_line(METRICS, 12, 60).splitlines() == [
         "step 12/60 | reward 0.531 | 7.2 tok | diff 0.0013 | 2.1+1.4+0.12 s | 800 tok/s",
+        "  kl 0.0004 | grad 0.83",
         "step 12/60 | held-out arithmetic 0.620",
     ]
     assert (
@@ -71,7 +72,7 @@ def test_a_line_is_never_wider_than_the_terminal_and_shows_the_reward(width, met
     sources = {f"val-core/{'deep/' * count}set/reward/mean@1": 0.5 for count in range(0, 30, 7)}
     lines = step_line(metrics | sources, step, total, width=width).splitlines()
     name = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
-    assert all(line.startswith(f"{name} | ") for line in lines)
+    assert all(line.startswith((f"{name} | ", "  ")) for line in lines)
     assert max(map(len, lines)) <= width
     assert "reward " in lines[0]
     assert sum(line.count("held-out ") for line in lines) == len(validation_rewards(metrics | sources))
@@ -95,19 +96,35 @@ def test_the_kl_of_the_loss_goes_before_the_kl_of_the_clip():
     assert "kl 0.2000" in step_line(METRICS | {"actor/kl_loss": 0.2}, 1, 2, width=150)
 
 
-def test_health_follows_where_there_is_room():
-    health = {"actor/pg_clipfrac": 0.125, "response_length/clip_ratio": 0.5, "critic/frac_reward_zero_std": 0.75}
-    assert (
-        step_line(METRICS | health, 12, 60, width=200)
-        .splitlines()[0]
-        .endswith("grad 0.83 | clipped 0.125 | cut off 0.50 | no signal 0.75")
-    )
+HEALTH = {
+    "actor/pg_clipfrac": 0.125,
+    "response_length/clip_ratio": 0.5,
+    "critic/frac_reward_zero_std": 0.75,
+    "actor/lr": 3e-6,
+    "perf/cpu_memory_used_gb": 1.25,
+}
+
+
+def test_health_follows_on_the_line_or_has_its_own():
+    signs = "kl 0.0004 | clipped 0.12 | cut off 0.50 | no signal 0.75 | lr 3e-06 | 1.2 GiB"
+    assert step_line(METRICS | HEALTH, 12, 60, width=250).splitlines()[0].endswith(f"800 tok/s | {signs} | grad 0.83")
+    assert step_line(METRICS | HEALTH, 12, 60, width=120).splitlines()[1] == f"  {signs} | grad 0.83"
+    assert step_line(METRICS | HEALTH, 12, 60).splitlines()[1] == f"  {signs}"
 
 
 def test_validation_rewards_are_found_by_data_source():
     assert validation_rewards(METRICS | {"val-aux/x/acc/mean@1": 1.0, "val-core/y/acc/best@2/mean": 1.0}) == {
         "arithmetic": 0.62
     }
+
+
+def test_a_box_fits_its_width_and_keeps_beginning_and_end_of_what_is_long():
+    lines = boxed("a title", {"prompt": "[bold]1+1[/]", "answer": "begin" + "\x1b[2J x" * 999 + "end"}, 60).splitlines()
+    assert {len(line) for line in lines} == {60}
+    assert "[bold]1+1[/]" in lines[1]
+    text = "".join(line.strip("| ") for line in lines)
+    assert re.search("begin.* \\.\\.\\. .*end", text)
+    assert not CONTROL.search(text)
 
 
 @pytest.mark.parametrize("force_color", ["", "1"])
@@ -139,12 +156,14 @@ def test_a_terminal_shows_a_bar_with_the_steps_done_and_gets_its_cursor_back(mon
     stream = Terminal()
     console = StepConsole(total_steps=60, first_step=10, stream=stream)
     console.log({"critic/score/mean": 0.5}, 11)
+    console.show_phase("gen 120/512 answers, 3.1k tok/s")
     console.close()
     console.close()
     text = stream.getvalue()
     assert "step 11/60 | reward 0.500" in text
     assert "10/60" in text
-    assert "11/60" in text.rpartition("training")[2]
+    assert "11/60" in text
+    assert "left; gen 120/512 answers, 3.1k tok/s" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 

@@ -45,6 +45,21 @@ def test_a_phase_that_goes_on_is_told_whenever_its_time_has_doubled(caplog):
     assert caplog.messages[:2] == ["step 1: gen has taken 0 s so far", "step 1: gen has taken 1 s so far"]
 
 
+def test_a_phase_is_shown_from_its_beginning_and_told_how_far_it_is(caplog):
+    caplog.set_level(logging.INFO)
+    shown = []
+    patience = Patience(0.05, show=shown.append, progress={"gen": lambda: lambda _: "3/8 answers"}, looks_every_s=0.01)
+    with patience.during("gen", "step 1: gen"):
+        assert shown[0] == "gen"
+        while not caplog.messages:
+            time.sleep(0.01)
+    assert shown[1] == "gen 3/8 answers"
+    assert caplog.messages[0] == "step 1: gen has taken 0 s so far: 3/8 answers"
+    with patience.during("update_actor", "step 1: update_actor"):
+        pass
+    assert shown[-1] == "update_actor"
+
+
 def test_a_phase_that_was_always_slow_is_told_later(caplog):
     caplog.set_level(logging.INFO)
     patience = Patience(least_s=0.05, times=100)

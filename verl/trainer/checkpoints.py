@@ -180,6 +180,7 @@ class CheckpointDirectory:
         shutil.rmtree(_replaced(final), ignore_errors=True)
         self._delete_old(final)
         self.last = final
+        logger.info("checkpoint: %s", final)
 
     @property
     def _new_pointer(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -9,7 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from rich.box import ASCII
 from rich.console import Console
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +21,9 @@ from verl.checkpoint_engine.support.console import is_live
 
 WIDTH = 80
 """Columns where there is no terminal to ask."""
-LINE_FIELDS: tuple[tuple[str, tuple[str, ...], int, str], ...] = (
+Field = tuple[str, tuple[str, ...], int | None, str]
+"""Label, metrics of which the first that is there is shown, decimals (None: two digits, wherever), unit."""
+NEEDED: tuple[Field, ...] = (
     ("reward ", ("critic/score/mean", "critic/rewards/mean"), 3, ""),
     ("response ", ("response_length/mean",), 1, " tok"),
     ("probs diff ", ("training/rollout_probs_diff_mean",), 4, ""),
@@ -26,17 +31,26 @@ LINE_FIELDS: tuple[tuple[str, tuple[str, ...], int, str], ...] = (
     ("update ", ("timing_s/update_actor",), 1, " s"),
     ("sync ", ("timing_s/update_weights",), 2, " s"),
     ("", ("tokens_per_second",), 0, " tok/s"),
+)
+"""What people look at first."""
+HEALTH: tuple[Field, ...] = (
     ("kl ", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), 4, ""),
-    ("entropy ", ("actor/entropy",), 3, ""),
-    ("grad ", ("actor/grad_norm",), 2, ""),
-    ("clipped ", ("actor/pg_clipfrac",), 3, ""),
+    ("clipped ", ("actor/pg_clipfrac",), 2, ""),
     ("cut off ", ("response_length/clip_ratio",), 2, ""),
     ("no signal ", ("critic/frac_reward_zero_std",), 2, ""),
+    ("lr ", ("actor/lr",), None, ""),
+    ("", ("perf/max_memory_allocated_gb", "perf/cpu_memory_used_gb"), 1, " GiB"),
+    ("entropy ", ("actor/entropy",), 3, ""),
+    ("mfu ", ("perf/mfu/actor",), 2, ""),
+    ("grad ", ("actor/grad_norm",), 2, ""),
 )
-"""Label, metrics of which the first that is there is shown, decimals, unit; the most needed first."""
-NEEDED = tuple(label for label, *_ in LINE_FIELDS[:7])
-"""Labels of what is shortened before anything of it is left out."""
+"""Whether it goes well; the most needed first."""
 SHORT_LABELS = {"response ": "", "probs diff ": "diff "}
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+MOST_OF_A_TEXT = 600
+"""Characters that a box shows of a prompt, an answer or a truth."""
+BAR_WIDTH = 44
+"""Columns of bar, counts without their digits, and both times."""
 HELD_OUT = re.compile(r"val-core/(?P<source>.*)/(?:acc|reward)/mean@\d+")
 SECONDS = ("gen ", "update ", "sync ")
 """Shown as one sum where space is short."""
@@ -50,39 +64,46 @@ def validation_rewards(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None, width: int = WIDTH) -> str:
-    """The step in one line of plain text that fits `width`, then the held-out rewards on lines of their own.
+    """The step in lines of plain text that fit `width`: one, or a second one of its health where there is no room for
+    both; then the held-out rewards on lines of their own.
 
-    What was not measured is left out. So is what has no room, the least needed first; before that labels get shorter
-    and the seconds become one sum, `gen+update+sync`.
+    What was not measured is left out. So is what has no room on its line, the least needed first; before that labels
+    get shorter and the seconds become one sum, `gen+update+sync`.
     """
     name = f"step {step}" if total_steps is None else f"step {step:>{len(str(total_steps))}}/{total_steps}"
-    found = _measured(metrics)
-    parts = [label + value for label, value in found.items()]
-    needed = [label + value for label, value in found.items() if label in NEEDED]
-    if len(" | ".join((name, *needed))) > width:
-        parts = _short(found)
+    needed, health = _measured(metrics, NEEDED), _measured(metrics, HEALTH)
+    parts = [label + value for label, value in needed.items()]
+    signs = [label + value for label, value in health.items()]
+    if len(" | ".join((name, *parts, *signs))) <= width:
+        parts, signs = [*parts, *signs], []
+    elif len(" | ".join((name, *parts))) > width:
+        parts = _short(needed)
     held_out = [_held_out(*each, room=width - len(f"{name} | ")) for each in validation_rewards(metrics).items()]
-    lines = [_fitted(name, parts, width), *_wrapped(name, held_out, width)]
-    return "\n".join(lines if parts or not held_out else lines[1:])
+    lines = [_fitted(name, parts, width)] if parts or not held_out else []
+    if signs:
+        lines.append(_fitted(f"  {signs[0]}", signs[1:], width))
+    return "\n".join([*lines, *_wrapped(name, held_out, width)])
 
 
-def _measured(metrics: Mapping[str, float]) -> dict[str, str]:
+def _measured(metrics: Mapping[str, float], fields: Sequence[Field]) -> dict[str, str]:
     """Value and unit by label."""
     seconds = metrics.get("perf/time_per_step", 0.0)
     if seconds > 0 and "perf/total_num_tokens" in metrics:
         metrics = {**metrics, "tokens_per_second": metrics["perf/total_num_tokens"] / seconds}
     found: dict[str, str] = {}
-    for label, names, decimals, unit in LINE_FIELDS:
+    for label, names, decimals, unit in fields:
         name = next((name for name in names if name in metrics), None)
         if name is not None:
             found[label] = _number(metrics[name], decimals) + unit
     return found
 
 
-def _number(value: float, decimals: int) -> str:
+def _number(value: float, decimals: int | None) -> str:
     """The larger the number, the fewer decimals: at most seven characters, or eight with a sign."""
     if not math.isfinite(value):
         return str(value)
+    if decimals is None:
+        return f"{value:.2g}"
     whole = len(f"{abs(value):.0f}")
     return f"{value:.{max(0, min(decimals, decimals + 2 - whole))}f}" if whole < 7 else f"{value:.1e}"
 
@@ -137,15 +158,16 @@ class StepConsole:
         console = Console(file=self._stream, highlight=False)
         if is_live(console):
             self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=8),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
+                TextColumn("elapsed,"),
                 TimeRemainingColumn(),
+                TextColumn("left; {task.fields[phase]}"),
                 console=console,
                 refresh_per_second=2,  # the trainer needs the CPU more
             )
-            self._task = self._progress.add_task("training", total=total_steps, completed=first_step)
+            self._task = self._progress.add_task("training", total=total_steps, completed=first_step, phase="")
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -157,10 +179,34 @@ class StepConsole:
             console.print(Text(step_line(metrics, step, self._total_steps, console.width)), soft_wrap=True)
             self._progress.update(self._task, completed=step)
 
+    def show_phase(self, text: str) -> None:
+        """Beside the bar, if there is one, as far as there is room. From any thread."""
+        if self._progress is not None:
+            room = self._progress.console.width - BAR_WIDTH - 2 * len(str(self._total_steps))
+            self._progress.update(self._task, phase=text[: max(room, 0)])
+
     def close(self) -> None:
         """Leaves the terminal as it was. Idempotent."""
         if self._progress is not None:
             self._progress.stop()
+
+
+def boxed(title: str, parts: Mapping[str, str], width: int = WIDTH) -> str:
+    """A box of plain text with a paragraph for each of `parts`: long ones without their middle, and without characters
+    that move a cursor."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column()
+    table.add_column(overflow="fold", ratio=1)
+    for name, text in parts.items():
+        table.add_row(name, Text(_shortened(CONTROL.sub("?", text.strip()))))
+    lines = io.StringIO()
+    panel = Panel(table, title=Text(_shortened(title, width - 8)), title_align="left", box=ASCII)
+    Console(file=lines, width=width, color_system=None, force_terminal=False, highlight=False).print(panel)
+    return lines.getvalue().rstrip("\n")
+
+
+def _shortened(text: str, room: int = MOST_OF_A_TEXT) -> str:
+    return text if len(text) <= room else f"{text[: room * 2 // 3]} ... {text[5 - (room - room * 2 // 3) :]}"
 
 
 def print_summary(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,14 +78,28 @@ class SpanLog:
 
 
 class Patience:
-    """Says of a phase that it goes on, when it takes much longer than it did before. Used by one thread.
+    """Shows which phase of a step runs and how far it is, and says of one that takes much longer than before that it
+    goes on. Used by one thread.
 
     What is slow and what hangs look the same from outside; the second is ended by a deadline, many minutes later.
     """
 
-    def __init__(self, least_s: float = 60.0, times: float = 2.0) -> None:
-        """A word after `least_s`, but not before `times` the longest so far; another one whenever that time doubles."""
+    def __init__(
+        self,
+        least_s: float = 60.0,
+        times: float = 2.0,
+        *,
+        show: Callable[[str], None] = lambda _: None,
+        progress: Mapping[str, Callable[[], Callable[[float], str]]] | None = None,
+        looks_every_s: float = 1.0,
+    ) -> None:
+        """A word after `least_s`, but not before `times` the longest so far; another one whenever that time doubles.
+
+        `show` gets a line whenever there is news. `progress` makes, by name of a phase that begins, what tells of its
+        seconds so far how far it is; that must not wait, and is asked on another thread.
+        """
         self._least_s, self._times = least_s, times
+        self._show, self._progress, self._looks_every_s = show, dict(progress or {}), looks_every_s
         self._longest_s: dict[str, float] = {}
 
     @contextmanager
@@ -93,15 +107,21 @@ class Patience:
         """The block, one of those called `name`; `what` is how people call it."""
         longest_s = self._longest_s.get(name)
         before = "" if longest_s is None else f", at most {longest_s:.1f} s before"
+        progress = self._progress[name]() if name in self._progress else lambda _: ""
         ended = threading.Event()
+        start = time.perf_counter()
 
         def tell() -> None:
-            wait_s = passed_s = max(self._least_s, self._times * (longest_s or 0.0))
-            while not ended.wait(wait_s):
-                logger.info("%s has taken %.0f s so far%s", what, passed_s, before)
-                wait_s, passed_s = passed_s, 2 * passed_s
+            told_s = max(self._least_s, self._times * (longest_s or 0.0))
+            while not ended.wait(min(self._looks_every_s, max(told_s - (time.perf_counter() - start), 0.0))):
+                passed_s = time.perf_counter() - start
+                so_far = progress(passed_s)
+                self._show(f"{name} {so_far}".rstrip())
+                if passed_s >= told_s:
+                    logger.info("%s has taken %.0f s so far%s%s", what, told_s, before, so_far and f": {so_far}")
+                    told_s *= 2
 
-        start = time.perf_counter()
+        self._show(name)
         thread = threading.Thread(target=tell, name="patience", daemon=True)
         thread.start()
         try:

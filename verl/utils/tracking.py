@@ -81,6 +81,12 @@ class Tracking:
             except OSError as exc:
                 logger.error("metrics of step %d are not with %s: %s", step, type(tracker).__name__, exc)  # noqa: TRY400
 
+    def show_phase(self, text: str) -> None:
+        """What the run is doing, where somebody looks: `gen 120/512 answers, 3.1k tok/s`. From any thread."""
+        for tracker in self._trackers:
+            if isinstance(tracker, StepConsole):
+                tracker.show_phase(text)
+
     def go_back(self, step: int) -> None:
         """The run goes on after `step`, and will log later steps again: files forget them. Services get both."""
         for tracker in self._trackers:

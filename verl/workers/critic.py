@@ -19,7 +19,7 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 from verl.workers.engine.snapshots import Places, Rememberable, Reshardable, State, placed_under, under
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.losses import LossTotals, compute_value_loss
-from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, num_mini_batches, shuffler
 
 
 class CriticLoss:
@@ -100,6 +100,7 @@ class ActorCriticWorker(ActorRolloutRefWorker):
     @record_function("update_critic")
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """One training step on the whole batch, as `update_actor` makes one. Metrics are equal on all ranks."""
+        num = num_mini_batches(len(data), self.critic_config, self._critic_mini_batch_size)
         mini_batches = iterate_mini_batches(
             data,
             self.critic_config,
@@ -109,7 +110,7 @@ class ActorCriticWorker(ActorRolloutRefWorker):
         with self.own_time.during("update_critic"):
             steps = [
                 self.critic.train_mini_batch(each, self._critic_loss, temperature=1.0, limits=self._critic_limits())
-                for each in mini_batches
+                for each in self.counted(mini_batches, num)
             ]
         metrics = {
             name if "/" in name else f"critic/{name}": sum(step[name] for step in steps) / len(steps)

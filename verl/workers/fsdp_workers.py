@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from fractions import Fraction
 from functools import partial
@@ -31,6 +31,7 @@ from verl.utils.device import (
     seed_everything,
     set_rng_state,
 )
+from verl.utils.progress import Progress
 from verl.workers import process_group
 from verl.workers.actor_loss import ActorLoss
 from verl.workers.config import (
@@ -49,7 +50,7 @@ from verl.workers.engine.registry import TrainEngineRegistry, new_engine
 from verl.workers.engine.snapshots import Places, Rememberable, Reshardable, State, placed_under, under
 from verl.workers.engine.training_state import SavesInBackground
 from verl.workers.memory_checkpoint.worker import RNG, RememberedWorker
-from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, shuffler
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, num_mini_batches, shuffler
 from verl.workers.own_time import HasOwnBlocks, Owns, OwnTime, clock_of
 from verl.workers.profiling import RankProfiler
 from verl.workers.update_costs import UpdateCosts
@@ -119,6 +120,7 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
         self.own_time = OwnTime(clock_of(self.device_name))
         self._profiler = RankProfiler(self.device_name)
         self._costs = UpdateCosts(config, self.device_name, self.local_rank)
+        self._progress: Progress | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def missing_files(self, paths: list[str]) -> list[str]:
@@ -234,6 +236,8 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
         if self._loss_fn is None:
             raise RuntimeError("this worker group has no actor")
         start_s = time.perf_counter()
+        generator = shuffler(config.data_loader_seed, self.rank, data)
+        mini_batches = iterate_mini_batches(data, config, size=self._mini_batch_size, generator=generator)
         with memory_watch().during("update_actor"), self.own_time.during("update_actor"):
             steps = [
                 self.actor.train_mini_batch(
@@ -247,12 +251,7 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
                     ),
                     calculate_entropy=config.calculate_entropy or config.entropy_coeff != 0.0,
                 )
-                for mini_batch in iterate_mini_batches(
-                    data,
-                    config,
-                    size=self._mini_batch_size,
-                    generator=shuffler(config.data_loader_seed, self.rank, data),
-                )
+                for mini_batch in self.counted(mini_batches, num_mini_batches(len(data), config, self._mini_batch_size))
             ]
         metrics = {_actor_metric(name): sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         metrics["actor/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
@@ -260,6 +259,19 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         return metrics | self._costs.flops(data, time.perf_counter() - start_s) | self._costs.memory()
+
+    def counted(self, mini_batches: Iterable[DataProto], total: int) -> Iterator[DataProto]:
+        """The same, of which `progress` tells while an update goes through them."""
+        try:
+            for done, mini_batch in enumerate(mini_batches):
+                self._progress = Progress(done, total, "mini-batches")
+                yield mini_batch
+        finally:
+            self._progress = None
+
+    async def progress(self) -> Progress | None:
+        """Of the update that runs; None: none does. Of this rank, while it computes."""
+        return self._progress
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_profile(self, tool: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -27,6 +28,12 @@ def shuffler(seed: int, rank: int, data: DataProto) -> torch.Generator:
     """What shuffles `data` on this rank: another order in each training step, the same when a step is made again."""
     step = int(data.meta_info.get("global_steps", 0))
     return torch.Generator().manual_seed(seed + rank + step * 1_000_003)
+
+
+def num_mini_batches(num_sequences: int, config: ActorConfig | CriticConfig, size: Fraction | int) -> int:
+    """That `iterate_mini_batches` gives."""
+    whole = Fraction(size).denominator == 1
+    return config.ppo_epochs * (math.ceil(num_sequences / size) if whole else max(1, int(num_sequences / size)))
 
 
 def iterate_mini_batches(

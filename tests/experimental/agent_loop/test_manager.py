@@ -17,6 +17,7 @@ from verl.experimental.agent_loop.worker import default_loop
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.utils.config import ConfigError
+from verl.utils.progress import Progress
 from verl.utils.user_code import UserCodeError, in_one_line
 
 AGENT = "actor_rollout_ref.rollout.agent"
@@ -300,6 +301,34 @@ async def test_no_more_samples_are_in_flight_than_max_concurrency(server, tokeni
     data = await worker.generate_sequences(samples, 0)
     assert len(data) == 10
     assert seen(server)["most_in_flight"] == 3
+
+
+class GatedLoop(ConstantLoop):
+    """Its second sample waits until the first is done and somebody has looked."""
+
+    looked: asyncio.Event
+
+    async def run(self, sampling_params, **kwargs):
+        if kwargs["raw_prompt"][0]["content"] == "b":
+            await self.looked.wait()
+        return await super().run(sampling_params, **kwargs)
+
+
+async def test_a_worker_tells_how_many_answers_are_finished(server, tokenizer_path):
+    GatedLoop.looked = asyncio.Event()
+    register("gated")(GatedLoop)
+    worker = worker_over(server, tokenizer_path, f"{AGENT}.default_agent_loop=gated")
+    samples = prompts("a", "b")
+    samples.meta_info["validate"] = True
+    assert await worker.progress(validate=True) is None
+    generating = asyncio.create_task(worker.generate_sequences(samples, 0))
+    while (progress := await worker.progress(validate=True)) is None or not progress.done:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert progress == Progress(done=1, total=2, unit="answers", tokens=1)
+    assert await worker.progress(validate=False) is None
+    GatedLoop.looked.set()
+    await generating
+    assert await worker.progress(validate=True) is None
 
 
 async def test_a_loop_of_the_users_own_from_yaml_is_the_default(server, tokenizer_path, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, Sample
 from verl.protocol import DataProto
+from verl.utils.progress import Progress
 
 
 def sample(index):
@@ -13,9 +14,11 @@ def sample(index):
 async def test_samples_are_taken_together_and_the_oldest_first():
     queue = MessageQueue(capacity=4)
     taking = asyncio.create_task(queue.take(2))
+    assert await queue.progress() is None  # nobody waits yet
     await queue.put(sample(7))
     await asyncio.sleep(0)
     assert not taking.done()
+    assert await queue.progress() == Progress(1, 2, "prompts")
     await queue.put(sample(3))
     await queue.put(sample(5))
     assert [one.index for one in await taking] == [7, 3]

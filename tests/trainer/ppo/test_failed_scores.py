@@ -38,8 +38,9 @@ def scores(count, failed):
 
 def batch_of(count):
     names = {"data_source": ["s"] * count, "uid": list(range(count))}
+    tensors = {name: torch.ones(count, 2) for name in ("responses", "attention_mask", "response_mask")}
     return DataProto.from_dict(
-        tensors={name: torch.ones(count, 2) for name in ("responses", "attention_mask", "response_mask")},
+        tensors={**tensors, "prompts": torch.ones(count, 0)},
         non_tensors={name: np.array(values, dtype=object) for name, values in names.items()},
     )
 

@@ -6,7 +6,7 @@ import torch
 from verl.experimental.agent_loop.batching import to_batch
 from verl.experimental.agent_loop.output import Response
 from verl.protocol import DataProto
-from verl.trainer.ppo.samples import SampleWriter
+from verl.trainer.ppo.samples import SampleWriter, without_secrets
 from verl.workers.reward_manager import RewardOutput
 from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
 
@@ -117,9 +117,17 @@ def test_the_console_shows_what_people_read(caplog):
 
     class Shown:
         def write(self, step, batch, reward):
-            SampleWriter.show(batch, reward, 1)
+            SampleWriter.show("held-out sample, step 1", batch, reward, 1)
 
     write(Shown(), 1, ["a", "b"], outputs)
     (record,) = [record for record in caplog.records if record.name.startswith("verl.")]
-    shown = json.loads(record.getMessage().removeprefix("held-out sample: "))
-    assert sorted(shown) == ["ground_truth", "prompt", "response", "score", "uid"]
+    first, *lines = [line.strip("|+- ") for line in record.getMessage().splitlines()]
+    assert first == "held-out sample, step 1, sums: score 0.5"
+    assert [line.split() for line in lines if line] == [["prompt", "user:", "1+1"], ["answer", "2"], ["truth", "2"]]
+
+
+def test_no_secret_of_the_environment_is_shown(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "abc123xyz")
+    monkeypatch.setenv("HF_TOKEN", "a")
+    monkeypatch.setenv("EDITOR_OF_MINE", "nano-editor")
+    assert without_secrets("export abc123xyz; nano-editor a") == "export ***; nano-editor a"

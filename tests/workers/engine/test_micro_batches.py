@@ -17,7 +17,7 @@ from verl.workers.engine.micro_batches import (
     sequence_widths,
     split_to_count,
 )
-from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, num_mini_batches
 
 WIDTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
 
@@ -95,7 +95,9 @@ def rows(**options):
     generator = torch.Generator().manual_seed(0)
     options = {"size": 2} | options
     size = options.pop("size")
-    parts = iterate_mini_batches(data, ActorConfig(**options), size=size, generator=generator)
+    config = ActorConfig(**options)
+    parts = list(iterate_mini_batches(data, config, size=size, generator=generator))
+    assert num_mini_batches(len(data), config, size) == len(parts)
     return [part.batch["row"].tolist() for part in parts]
 
 

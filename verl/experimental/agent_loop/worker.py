@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
@@ -19,6 +19,7 @@ from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
 from verl.utils.model import load_tokenizer
+from verl.utils.progress import Progress
 from verl.utils.user_code import UserCodeError
 from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.config.rollout import AgentConfig
@@ -31,6 +32,21 @@ if TYPE_CHECKING:
 
 OURS = (AgentLoopError, ConfigError, RayError, RolloutError)
 """What goes wrong in a loop of the user's own without a fault of its code."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A call of `generate_sequences`."""
+
+    validate: bool
+    total: int
+    done: int = 0
+    tokens: int = 0
+
+    def finish(self, output: AgentLoopOutput) -> AgentLoopOutput:
+        self.done += 1
+        self.tokens += sum(output.response_mask)
+        return output
 
 
 class AgentLoopWorker:
@@ -55,6 +71,7 @@ class AgentLoopWorker:
         self._tokenizer = tokenizer_for_chats(tokenizer_path, config.actor_rollout_ref.model)
         self._limit = asyncio.Semaphore(config.actor_rollout_ref.rollout.agent.max_concurrency)
         self._servers = self._connect(servers)
+        self._running: list[_Running] = []
 
     async def ready(self) -> None:
         """Return once the constructor has."""
@@ -62,6 +79,13 @@ class AgentLoopWorker:
     async def set_servers(self, servers: Sequence[Any]) -> None:
         """Send requests to `servers` from now on: replicas came, went, or were rebuilt."""
         self._servers = self._connect(servers)
+
+    async def progress(self, *, validate: bool) -> Progress | None:
+        """How many answers of the batches that it generates for training, or validation, are finished; None: it has
+        none."""
+        running = [batch for batch in self._running if batch.validate == validate]
+        done, total, tokens = (sum(getattr(each, name) for each in running) for name in ("done", "total", "tokens"))
+        return Progress(done, total, "answers", tokens) if running else None
 
     async def generate_sequences(self, samples: DataProto, first_index: int) -> DataProto:
         """Run the loop of every sample; the first failure cancels the rest and is raised as AgentLoopError, or
@@ -77,13 +101,17 @@ class AgentLoopWorker:
         if samples.meta_info.get("greedy"):
             sampling = replace(sampling, temperature=0.0)
         retries, continuations = self._servers.retries, self._servers.continuations
-        tasks = [
-            asyncio.create_task(self._run_one(row, sampling, first_index + index))
-            for index, row in enumerate(_rows(samples))
-        ]
+        running = _Running(validate, len(samples))
+
+        async def run(row: dict[str, Any], index: int) -> AgentLoopOutput:
+            return running.finish(await self._run_one(row, sampling, index))
+
+        tasks = [asyncio.create_task(run(row, first_index + index)) for index, row in enumerate(_rows(samples))]
+        self._running.append(running)
         try:
             outputs = await asyncio.gather(*tasks)
         finally:
+            self._running.remove(running)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

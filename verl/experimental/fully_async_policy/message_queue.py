@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.protocol import DataProto
 from verl.utils.lifetime import begin_actor
+from verl.utils.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class MessageQueue:
         self._producer = 0
         self._changed = asyncio.Condition()
         self._waits = 0
+        self._wanted = 0
+        """By who waits in `take`."""
 
     async def where(self) -> str:
         """The process. Answered at once, so that one that is stopped is known by its silence."""
@@ -73,10 +76,16 @@ class MessageQueue:
                 self._samples.append(sample)
                 self._changed.notify_all()
 
+    async def progress(self) -> Progress | None:
+        """How many of the samples for which the trainer waits are there; None: it does not wait."""
+        return Progress(len(self._samples), self._wanted, "prompts") if self._wanted else None
+
     async def take(self, count: int) -> list[Sample]:
         """Wait for `count` samples, the oldest first; all or none."""
         async with self._changed:
+            self._wanted = count
             await self._changed.wait_for(lambda: len(self._samples) >= count)
+            self._wanted = 0
             taken = [self._samples.popleft() for _ in range(count)]
             self._handed_out = tuple(sample.index for sample in taken)
             self._changed.notify_all()

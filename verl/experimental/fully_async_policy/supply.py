@@ -143,6 +143,10 @@ class Supply:
         self._taken.update(sample.index for sample in samples)
         return sorted(samples, key=lambda sample: sample.index)
 
+    def ask_progress(self) -> list[Any]:
+        """Of what `take` waits for. Called while it does, by another thread."""
+        return [self._present(self._queue).actor.progress.remote()]
+
     def replace(self, prompts: Sequence[int]) -> None:
         """The trainer has taken these and will not train on them: as many more are generated."""
         self._given_back.update(prompts)

@@ -13,7 +13,7 @@ and waits for the sync: the same samples, versions and updates as in hybrid mode
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -99,6 +99,9 @@ class FullyAsyncTrainer(RayPPOTrainer):
             self.abandon_sync()
             raise
         return self.result(step)
+
+    def who_knows_progress(self) -> dict[str, Callable[[], Sequence[Any]]]:
+        return {**super().who_knows_progress(), "gen": lambda: self.supply.ask_progress()}
 
     @property
     def supply(self) -> Supply:

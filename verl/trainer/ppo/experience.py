@@ -55,6 +55,9 @@ class Experience:
             tensors_of(batch)[core_algos.COMPONENTS] = reward_components(reward, keys)
         now.metrics |= _means("reward_extra", reward.extra_info) | {"reward/abandoned": len(reward.abandoned)}
         self._samples.write(now.number, batch, reward)
+        frequency = self._config.trainer.show_samples_freq
+        if frequency > 0 and now.number % frequency == 0:
+            self._samples.show(f"sample, step {now.number}", batch, reward, 1)
         return self._balanced(padded(batch, self._cluster.actor.world_size), now)
 
     def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:

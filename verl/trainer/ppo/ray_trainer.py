@@ -7,9 +7,10 @@ engines -> ...
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from verl.trainer.ppo.experience import Experience, needs_critic
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.going_back import Beginning, GoingBack, Learned
 from verl.trainer.ppo.metric_utils import compute_staleness_metrics
+from verl.trainer.ppo.progress import Asked
 from verl.trainer.ppo.reports import Reports
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.sampling import Sampling
@@ -104,7 +106,8 @@ class RayPPOTrainer:
         self.rewards_after: dict[str, float] = {}
         self._wanted_replicas = WantedReplicas(Path(config.trainer.output_dir) / "num_replicas")
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
-        self._patience = Patience()
+        phases = {name: partial(Asked, ask) for name, ask in self.who_knows_progress().items()}
+        self._patience = Patience(show=lambda text: self.tracking.show_phase(text), progress=phases)
         actor, critic = config.actor_rollout_ref.actor.checkpoint, config.critic.checkpoint
         self.has_critic = needs_critic(config)
         self._saves = Saves(
@@ -413,6 +416,18 @@ class RayPPOTrainer:
         return state
 
     # ---- helpers
+
+    def who_knows_progress(self) -> dict[str, Callable[[], Sequence[Any]]]:
+        """By phase of a step: asks those who work on it how far they are, as `Asked` wants it."""
+
+        def of_answers(*, validate: bool) -> list[Any]:
+            return [worker.progress.remote(validate=validate) for worker in self.rollouts.workers]
+
+        def of_rank() -> list[Any]:
+            return [self.cluster.actor.workers[0].progress.remote()]
+
+        answers = {name: partial(of_answers, validate=name == "testing") for name in ("gen", "gen_max", "testing")}
+        return {**answers, "update_actor": of_rank, "update_critic": of_rank}
 
     @property
     def memory(self) -> MemoryCheckpoint:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl.checkpoint_engine.support import records
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.config.record import SECRET
+from verl.utils.console import boxed
 from verl.workers.reward_manager import RewardOutput
 
 logger = logging.getLogger(__name__)
@@ -22,6 +27,8 @@ _COLUMNS = {
     "stop_reason": "__stop_reason__",
 }
 """What a file of samples calls a column of the batch."""
+SHORTEST_SECRET = 6
+"""In characters: shorter values are found in any text."""
 
 
 class SampleWriter:
@@ -53,9 +60,19 @@ class SampleWriter:
         self._begun = {begun for begun in self._begun if begun <= step}
 
     @staticmethod
-    def show(batch: DataProto, reward: RewardOutput, count: int) -> None:
-        for row in _rows(batch[:count], reward) if count else ():
-            logger.info("held-out sample: %s", records.encoded(_told(row)).decode())
+    def show(what: str, batch: DataProto, reward: RewardOutput, count: int) -> None:
+        """The first `count` in boxes on the console; `what` they are."""
+        for row in _rows(batch[:count], reward):
+            title = f"{what}, {row.get('data_source', 'sample')}: score {row['score']:.3g}"
+            logger.info("%s", boxed(title, {name: without_secrets(text) for name, text in _told(row).items()}))
+
+
+def without_secrets(text: str) -> str:
+    """The text without values of environment variables that are secrets by their names: tools may have printed them."""
+    secrets = [value for name, value in os.environ.items() if SECRET.fullmatch(name) and len(value) >= SHORTEST_SECRET]
+    for value in sorted(secrets, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text
 
 
 def _rows(batch: DataProto, reward: RewardOutput) -> list[dict[str, Any]]:
@@ -64,6 +81,7 @@ def _rows(batch: DataProto, reward: RewardOutput) -> list[dict[str, Any]]:
     width = tensors["responses"].shape[1]
     prompt_mask, response_mask = tensors["attention_mask"].bool().split((tensors["prompts"].shape[1], width), dim=1)
     scores = reward.reward_tensor.sum(-1).tolist()
+    truths = columns.get("reward_model", [None] * len(batch))  # datasets of the user's own may have none
     per_token = {
         name: tensors.get(key)
         for name, key in (
@@ -78,7 +96,7 @@ def _rows(batch: DataProto, reward: RewardOutput) -> list[dict[str, Any]]:
         row: dict[str, Any] = {name: columns[key][index] for name, key in _COLUMNS.items() if key in columns}
         row |= {
             "response": reward.responses[index],
-            "ground_truth": (columns["reward_model"][index] or {}).get("ground_truth"),
+            "ground_truth": (truths[index] or {}).get("ground_truth"),
             "score": scores[index],
             "reward": {name: values[index] for name, values in reward.extra_info.items()},
             "prompt_ids": tensors["prompts"][index][prompt_mask[index]].tolist(),
@@ -89,6 +107,17 @@ def _rows(batch: DataProto, reward: RewardOutput) -> list[dict[str, Any]]:
     return rows
 
 
-def _told(row: dict[str, Any]) -> dict[str, Any]:
+def _told(row: dict[str, Any]) -> dict[str, str]:
     """What people read on the console."""
-    return {name: row[name] for name in ("uid", "prompt", "response", "ground_truth", "score") if name in row}
+    asked = row.get("prompt")
+    if isinstance(asked, (list, tuple, np.ndarray)):
+        asked = "\n".join(f"{message['role']}: {_text(message['content'])}" for message in asked)
+    told = {"prompt": asked, "answer": row["response"], "truth": row["ground_truth"]}
+    return {name: str(value) for name, value in told.items() if value is not None}
+
+
+def _text(content: Any) -> str:
+    """Of a message; of what has parts, those that are text, and the kinds of the others."""
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] if "text" in part else f"<{part.get('type')}>" for part in content or ())

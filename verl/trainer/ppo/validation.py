@@ -64,7 +64,9 @@ class Validator:
             uids += batch.non_tensor_batch["uid"].tolist()
             turns += batch.non_tensor_batch.get("__num_turns__", np.array([])).tolist()
             self._samples.write(step, batch, reward)
-            self._samples.show(batch, reward, self._config.trainer.log_val_generations if not batch_index else 0)
+            if not batch_index:
+                count = max(1, self._config.trainer.log_val_generations)
+                self._samples.show(f"held-out sample, step {step}", batch, reward, count)
         metrics = validation_names(process_validation_metrics(sources, uids, infos))
         if turns:
             spread = {"min": min(turns), "max": max(turns), "mean": float(np.mean(turns))}

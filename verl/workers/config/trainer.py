@@ -92,7 +92,10 @@ class TrainerConfig:
     default_local_dir: str | None = option(None, "output directory; null: checkpoints/<project_name>/<experiment_name>")
     critic_warmup: int = option(0, "first steps, in which only the critic learns", least=0)
     balance_batch: bool = option(True, "give every rank about the same number of tokens")
-    log_val_generations: int = option(0, "validation samples shown on the console", least=0)
+    log_val_generations: int = option(0, "validation samples shown on the console; 0: one", least=0)
+    show_samples_freq: int = option(
+        10, "show a training sample on the console every so many steps; -1: never", least=-1
+    )
     files_for: str = option(
         "user", "who may read what a run writes: its user alone, the group, too, or everyone", choices=tuple(READERS)
     )
@@ -131,6 +134,9 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.logger) - set(LOGGERS)):
             raise ConfigError(f"trainer.logger: unknown {unknown}; known: {', '.join(LOGGERS)}")
+        for key in ("project_name", "experiment_name"):
+            if {"", ".", ".."} & set((name := getattr(self, key)).split("/")):
+                raise ConfigError(f"trainer.{key}={name!r} is a part of the output directory: give it a name")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
         if self.resume_from_path and self.resume_mode != "resume_path":

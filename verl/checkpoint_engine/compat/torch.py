@@ -110,6 +110,17 @@ def is_persistent(module: torch.nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
+def changes_of(tensor: torch.Tensor) -> int:
+    """A count that every operation in place adds to; 0 for what was made in inference mode, which has none."""
+    changes: int = 0 if tensor.is_inference() else tensor._version
+    return changes
+
+
+def tied_names(module: torch.nn.Module) -> list[str]:
+    """Patterns of the names of weights that `module` ties, if it is a model of transformers."""
+    return list(getattr(module, "_tied_weights_keys", None) or ())
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Identity of the memory of `tensor`, which views share, also where that is none: `data_ptr` is 0 there."""
     storage: int = tensor.untyped_storage()._cdata

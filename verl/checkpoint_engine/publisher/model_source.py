@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
 from ..compat.fsdp import local_box
-from ..compat.torch import is_persistent
+from ..compat.torch import changes_of, is_persistent, tied_names
 from ..errors import ConfigError, PlanError
 from ..memory.publishing import copy_values
 from ..plan.layout import listed
@@ -73,7 +73,7 @@ class ModelSource:
         if not self._tensors:
             raise ConfigError("there is nothing to publish: the model has no tensors")
         self._require_values()
-        self._changes = {name: _changes_of(tensor) for name, tensor in self._tensors.items()}
+        self._changes = {name: changes_of(_local(tensor)) for name, tensor in self._tensors.items()}
         self._specs = [
             TensorSpec(name=name, shape=tuple(tensor.shape), dtype=self._dtype_of(tensor))
             for name, tensor in self._tensors.items()
@@ -157,7 +157,7 @@ class ModelSource:
 
     def _require_unchanged(self, name: str) -> None:
         """One step of training between two tensors would make a version that no model ever was."""
-        if _changes_of(self._tensors[name]) != self._changes[name]:
+        if changes_of(_local(self._tensors[name])) != self._changes[name]:
             raise ConfigError(f"{name} was written into while the weights were copied: train on when push has returned")
 
     def _values(self, shard: Shard) -> torch.Tensor:
@@ -179,12 +179,6 @@ class ModelSource:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().resolve_neg()  # a view that negates has the bits of what it is a view of
-
-
-def _changes_of(tensor: torch.Tensor) -> int:
-    """A count that every operation in place adds to."""
-    local = _local(tensor)
-    return 0 if local.is_inference() else local._version
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -236,7 +230,7 @@ def _parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tenso
     """Tied weights under their first name, as a checkpoint has them; what a layer that is used twice has, under both:
     a server has two layers."""
     modules = list(model.named_modules(remove_duplicate=False))
-    patterns = [key for _, module in modules for key in getattr(module, "_tied_weights_keys", None) or ()]
+    patterns = [key for _, module in modules for key in tied_names(module)]
     names: dict[int, list[str]] = {}
     embedded = set()
     for prefix, module in modules:

@@ -195,10 +195,12 @@ class Endpoint(HttpServer):
         if self._loaded is not None:
             require_loaded(self._ask("look"), *self._loaded, self.url)
 
-    def go_on(self, version: int) -> None:
+    def go_on(self, version: int, writer: Writer) -> None:
         """Generate again with what all workers hold, whole: `version`, if its load had come that far, or what was there
-        before, each under its name. Raises ActivationError if it is torn."""
-        workers: list[dict[str, Any]] = [msgspec.to_builtins(answer) for answer in self._ask("look")]
+        before, each under its name. Raises ActivationError if it is torn, or another's than `writer`'s by now."""
+        answers = self._ask("claim", writer)
+        require_own(answers, writer, self.url)
+        workers: list[dict[str, Any]] = [msgspec.to_builtins(answer) for answer in answers]
         what = {"load": "", "version": version, "label": str(version)}
         if not ended(what, workers, lambda path, body=None: self.call("POST", path, body)):
             require_whole(self._ask("look"), self.url)

@@ -55,7 +55,9 @@ class VLLMServer:
     def __init__(self, url: str, writer: Writer, *, timeout_s: float) -> None:
         self._endpoint, self._writer = Endpoint(url, timeout_s=timeout_s), writer
         self.pause, self.resume, self.version = self._endpoint.pause, self._endpoint.resume, self._endpoint.version
-        self.go_on = self._endpoint.go_on
+
+    def go_on(self, version: int) -> None:
+        self._endpoint.go_on(version, self._writer)
 
     def check(self, tensors: Tensors) -> Mapping[str, str]:
         self._endpoint.check(None, tensors)

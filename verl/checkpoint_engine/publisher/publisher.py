@@ -274,7 +274,7 @@ class WeightPublisher:
                 *(replica.go_on(version) for replica in self._known.values()), return_exceptions=True
             )
             for why in outcomes:
-                if isinstance(why, CheckpointEngineError):
+                if isinstance(why, Exception):
                     logger.warning("a server stays paused: %s", why)
             raise
         failed = [name for name in names if name not in report.replicas_updated]

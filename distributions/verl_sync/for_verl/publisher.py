@@ -90,6 +90,9 @@ class _Replica:
 
     async def release(self) -> None: ...
 
+    async def go_on(self, version: int) -> None:
+        """verl's job ends with the push that failed, and its servers with it."""
+
     async def pause(self, mode: str) -> None:
         """`mode` is for requests under way, and there are none."""
         await self._call("pause")

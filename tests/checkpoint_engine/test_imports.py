@@ -21,7 +21,7 @@ HEAVY = ("torch", "ray", "vllm", "transformers")
         "import verl.checkpoint_engine.sync.trainer_rank, verl.checkpoint_engine.sync.rollout_node",
         "import verl.checkpoint_engine.engines.vllm.plugin",
         "import verl.checkpoint_engine.parameter_server",
-        "from verl.checkpoint_engine.parameter_server import assignment, metas, records",
+        "from verl.checkpoint_engine.parameter_server import buckets, metas, records",
         "import verl.checkpoint_engine.update",
         "from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, SyncAborted",
     ],

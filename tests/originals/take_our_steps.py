@@ -81,7 +81,7 @@ def steps(given: dict[str, Any], options: list[str]) -> list[dict[str, float]]:
         train_dataloader=[None] * len(given["batches"]),
         validator=None,
         checkpoints=SimpleNamespace(keeps_all=False),
-        tracking=None,
+        tracking=SimpleNamespace(show_phase=lambda text: None),
         total_steps=len(given["batches"]),
     )
     found = []

@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run models soak sglang mutants check test test-all lint style types imports docs wheels format lock clean distclean
+.PHONY: help install run models soak sglang vision mutants check test test-all lint style types imports docs wheels format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -22,10 +22,10 @@ install: ## make .venv with the pinned CPU stack; does nothing when nothing has 
 run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=value ..."
 	@$(BIN)/python -m verl.trainer.main_ppo $(ARGS)
 
-test: install sglang ## the quick tests, and each capability once with its real parts
+test: install sglang vision ## the quick tests, and each capability once with its real parts
 	@$(PYTEST) --cells all -m "not job or once" $(ARGS)
 
-test-all: install sglang ## every test; of long matrices the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
+test-all: install sglang vision ## every test; of long matrices the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
 	@$(PYTEST) --cells today $(ARGS)
 
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
@@ -41,6 +41,15 @@ sglang: install ## SGLang's Python part into .venv/sglang, for tests of it on CP
 	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --no-compile --target .venv/sglang \
 	        --requirement requirements/sglang-cpu.txt && touch .venv/sglang/installed; } || \
 	    echo "SGLang cannot be installed; what it said is above. Its tests are skipped."
+
+# Beside the environment, too: transformers would find it there.
+vision: install ## torchvision's Python part into .venv/vision, for tests of vLLM with pictures on CPU; without, they are skipped
+	@test requirements/vision.txt -ot .venv/vision/installed || { \
+	    rm -rf .venv/vision && \
+	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --no-compile --target .venv/vision \
+	        --requirement requirements/vision.txt && \
+	    cat tests/torchvision_operators.py >>.venv/vision/torchvision/extension.py && touch .venv/vision/installed; } || \
+	    echo "torchvision cannot be installed; what it said is above. Tests of vLLM with pictures are skipped."
 
 # Beside the environment as well, and without what Cosmic Ray itself needs for running tests.
 mutants: install ## which tests find which faults of a package, in 10 minutes: PACKAGE=verl/checkpoint_engine/plan; ARGS="--sample 50 --seed 1"

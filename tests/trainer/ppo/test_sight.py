@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from tests.pictures import in_bytes, noise, row, write
 from verl.experimental.agent_loop.manager import AgentLoopManager
 from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
 from verl.trainer.config.loader import load_config
+from verl.trainer.ppo import requirements
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.requirements import require_sight
@@ -31,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([GRPO], "has not been tried with rollout.name=vllm: set actor_rollout_ref.rollout.name=hf"),
+        ([GRPO], "is built by vLLM with torchvision, which is not installed: add the build for this torch"),
+        ([GRPO, "actor_rollout_ref.rollout.name=sglang"], "with rollout.name=sglang: set actor_rollout_ref.rollout"),
+        ([GRPO, "actor_rollout_ref.rollout.quantization=fp8"], "with rollout.quantization=fp8: set"),
         ([HF, GRPO, "actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron"),
         ([HF, GRPO, "actor_rollout_ref.model.lora_rank=4"], "lora_rank=4: set actor_rollout_ref.model.lora_rank=0"),
         ([HF, GRPO, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "ulysses"),
@@ -39,11 +43,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([HF, "algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen2"], "with a critic, which would not"),
     ],
 )
-def test_what_a_policy_that_sees_is_not_trained_with_is_refused(model: Path, overrides: list[str], said: str) -> None:
+def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
+) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     config = load_config([f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", *overrides])
     with pytest.raises(ConfigError, match="qwen2_5_vl, which sees,") as refusal:
         require_sight(config, RayPPOTrainer)
     assert said in str(refusal.value)
+
+
+def test_vllm_is_taken_where_torchvision_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda name: ModuleSpec(name, None))
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]), RayPPOTrainer)
 
 
 def test_other_entry_modules_refuse_a_policy_that_sees(model: Path) -> None:

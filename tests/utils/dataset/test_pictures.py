@@ -63,7 +63,7 @@ def of_transformers(directory: Path, text: str, images: list[Image.Image]) -> di
     kind = PROCESSOR_MAPPING[type(config)]
     processor = kind.__new__(kind)
     processor.tokenizer, processor.video_processor = tokenizer, None
-    processor.image_processor = AutoImageProcessor.from_pretrained(directory)
+    processor.image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
     processor.image_token, processor.video_token = PICTURE, "<|video_pad|>"
     processor.image_token_id, processor.video_token_id = config.image_token_id, config.video_token_id
     processor.chat_template = tokenizer.chat_template

@@ -105,7 +105,7 @@ def batch_of(directory: Path, folder: Path, responses: list[list[int]] | None = 
 
 def alone(model: Any, directory: Path, data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies by transformers: each sequence by itself, positions and patches of its own making."""
-    processor: Any = AutoImageProcessor.from_pretrained(directory)
+    processor: Any = AutoImageProcessor.from_pretrained(directory, backend="pil")
     log_probs = torch.zeros(len(data), NUM_RESPONSE)
     entropies = torch.zeros(len(data), NUM_RESPONSE)
     for number in range(len(data)):

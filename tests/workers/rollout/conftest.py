@@ -34,10 +34,9 @@ PROMPT = [3, 4, 5, 6]
 class Trainer:
     """Stands for a trainer and its node: commits the weights of local models to an arena of its own."""
 
-    def __init__(self, models: dict[int, Path]) -> None:
+    def __init__(self, models: dict[int, Path], auto: Any = AutoModelForCausalLM) -> None:
         self.models = {
-            version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-            for version, path in models.items()
+            version: auto.from_pretrained(path, dtype=torch.float32).eval() for version, path in models.items()
         }
         self._weights = {version: load_file(path / "model.safetensors") for version, path in models.items()}
         specs = [

@@ -68,7 +68,7 @@ def prompt_ids(directory: Path, images: list[Image.Image]) -> list[int]:
 
 
 def by_transformers(whole: Any, directory: Path, images: list[Image.Image], count: int) -> list[int]:
-    processor: Any = AutoImageProcessor.from_pretrained(directory)
+    processor: Any = AutoImageProcessor.from_pretrained(directory, backend="pil")
     ids = torch.tensor([prompt_ids(directory, images)])
     given = dict(processor(images=images, return_tensors="pt")) if images else {}
     if images:

@@ -117,17 +117,21 @@ def require_text_of_wrapper(config: PPOConfig) -> None:
     what = f"{MODEL_KEY}.path={policy.model.path}: {model.model_type}, which is more than a language model,"
     if policy.rollout.name not in ("vllm", "hf"):
         raise ConfigError(f"{what} has not been tried with rollout.name={policy.rollout.name}: set it to vllm or hf")
-    if policy.rollout.name == "vllm" and find_spec("torchvision") is None:
-        raise ConfigError(
-            f"{what} is built by vLLM with torchvision, which is not installed: add the build for this torch (on CPUs: "
-            "pip install torchvision --index-url https://download.pytorch.org/whl/cpu), or set rollout.name=hf"
-        )
+    _require_torchvision(config, what)
     if policy.model.sends_adapters:
         raise ConfigError(f"{what} has not been tried with lora.merge=false: set {MODEL_KEY}.lora.merge=true")
     if needs_critic(config) and config.critic.model.path is None:
         raise ConfigError(
             f"{what} is no model for a critic: set critic.model.path to a language model, or an estimator without a "
             "critic, such as algorithm.adv_estimator=grpo"
+        )
+
+
+def _require_torchvision(config: PPOConfig, what: str) -> None:
+    if config.actor_rollout_ref.rollout.name == "vllm" and find_spec("torchvision") is None:
+        raise ConfigError(
+            f"{what} is built by vLLM with torchvision, which is not installed: add the build for this torch (on CPUs: "
+            "pip install torchvision --index-url https://download.pytorch.org/whl/cpu), or set rollout.name=hf"
         )
 
 
@@ -140,14 +144,24 @@ def require_sight(config: PPOConfig, trainer_class: type) -> None:
     actor = "actor_rollout_ref.actor"
     shared = [each.ulysses_sequence_parallel_size for each in (policy.actor.fsdp_config, policy.ref.fsdp_config)]
     for is_so, key, remedy in (
-        (policy.rollout.name != "hf", f"rollout.name={policy.rollout.name}", "actor_rollout_ref.rollout.name=hf"),
+        (
+            policy.rollout.name not in ("vllm", "hf"),
+            f"rollout.name={policy.rollout.name}",
+            "actor_rollout_ref.rollout.name=vllm, or hf",
+        ),
         (policy.actor.strategy == "megatron", f"{actor}.strategy=megatron", f"{actor}.strategy=fsdp2"),
         (policy.model.lora_rank > 0, f"{MODEL_KEY}.lora_rank={policy.model.lora_rank}", f"{MODEL_KEY}.lora_rank=0"),
+        (
+            policy.rollout.quantization is not None,
+            f"rollout.quantization={policy.rollout.quantization}",
+            "actor_rollout_ref.rollout.quantization=null",
+        ),
         (max(shared) > 1, "ulysses_sequence_parallel_size > 1", "it to 1"),
         (policy.rollout.multi_turn.enable, "rollout.multi_turn.enable=true", "it to false"),
     ):
         if is_so:
             raise ConfigError(f"{what} has not been tried with {key}: set {remedy}")
+    _require_torchvision(config, what)
     if needs_critic(config) and config.critic.model.path is None:
         raise ConfigError(
             f"{what} is no model for a critic: set an estimator without one, such as algorithm.adv_estimator=grpo"

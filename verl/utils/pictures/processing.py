@@ -21,7 +21,8 @@ BLANK_PIXELS = 56
 
 
 class PictureProcessor:
-    """The image processor of transformers that a model's directory names. May be used from several threads.
+    """The image processor of transformers that a model's directory names, computed by PIL: the same patches on every
+    host, with torchvision and without. May be used from several threads.
 
     A picture is computed once, and remembered by its digest as long as there is room.
     """
@@ -112,7 +113,7 @@ def load_processor(directory: str | Path, config: PretrainedConfig) -> PicturePr
 
     auto: Any = AutoImageProcessor
     try:
-        return PictureProcessor(auto.from_pretrained(directory, trust_remote_code=False), config)
+        return PictureProcessor(auto.from_pretrained(directory, backend="pil", trust_remote_code=False), config)
     except (OSError, ValueError, ImportError, KeyError) as exc:
         why = str(exc).strip().splitlines()[0]
         raise ConfigError(f"the image processor in {directory} cannot be loaded: {why}") from exc

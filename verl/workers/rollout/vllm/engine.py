@@ -8,13 +8,13 @@ import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from vllm import SamplingParams
 from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs import TokensPrompt
+from vllm.inputs import EngineInput, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -29,6 +29,7 @@ from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.language_model import is_wrapper
 from verl.utils.model import ATTENTION, load_hf_config
+from verl.utils.pictures import Picture, PictureError, PictureProcessor, load_processor
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (
@@ -41,6 +42,7 @@ from verl.workers.rollout.records import (
 from verl.workers.rollout.vllm import exact
 from verl.workers.rollout.vllm.adapter import ADAPTER_ID, ADAPTER_NAME, adapter_files, engine_rank
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
+from verl.workers.rollout.vllm.pictures import prompt_with
 from verl.workers.rollout.vllm.refusals import told_in_a_line
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,13 @@ LIVENESS_S = 0.5
 """How often a control call that takes long asks whether the engine core is alive."""
 TOLD_WITHIN_S, LOOK_S = 1.0, 0.02
 """Which worker died is told a moment after calls fail, if at all."""
+PATCHES_FROM_HERE = {
+    "skip_tokenizer_init": False,  # vLLM's own processor, which no prompt passes, wants a tokenizer all the same
+    "mm_processor_cache_gb": 0,
+    "mm_device_do_normalize": False,  # on by default, and patches are normalized already
+    "limit_mm_per_prompt": {"video": 0},
+}
+"""For a model that sees."""
 QUANTIZATION = {"fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*gate", "*router"]}}}
 """vLLM's words for `rollout.quantization`. Routers are small, and decide more than any other matrix."""
 EXPERTS_WORKER = "verl.checkpoint_engine.engines.vllm.cpu_experts.ExpertsWorker"
@@ -61,10 +70,14 @@ STOP_REASONS: dict[str | None, StopReason] = {"stop": "completed", "length": "le
 class VLLMEngine:
     """One `AsyncLLM` whose weights come from a node arena. See `verl.workers.rollout.engine.Engine`."""
 
+    sees: Literal[True] = True
+
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._eos: tuple[int, ...] = ()
         self._llm: AsyncLLM | None = None
+        self._processor: PictureProcessor | None = None
+        """Of a model that sees."""
         self._leftovers: Leftovers | None = None
         self._activating = False
         self._paused = False
@@ -86,6 +99,7 @@ class VLLMEngine:
     async def start(self) -> tuple[str, ...]:
         """Blocks the engine loop for as long as vLLM takes; nothing else can happen before anyway."""
         self._eos = eos_token_ids(self._spec.model)
+        self._processor = load_processor(self._spec.model.path, load_hf_config(self._spec.model))
         if self._spec.device == "cpu":
             self._bind_threads()
         if self._spec.config.exact:
@@ -158,6 +172,8 @@ class VLLMEngine:
         }
         if is_wrapper(load_hf_config(spec.model)):
             arguments["language_model_only"] = True  # the trainer has and sends no more
+        if self._processor is not None:
+            arguments |= PATCHES_FROM_HERE
         if spec.device == "cpu":
             arguments["kv_cache_memory_bytes"] = int(config.cpu_kvcache_gib * 2**30)
             if config.replica_ranks == 1:
@@ -186,8 +202,12 @@ class VLLMEngine:
             arguments.setdefault("worker_cls", EXPERTS_WORKER)
         return arguments
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
-        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
+    ) -> TokenOutput:
+        prompt: TokensPrompt | EngineInput = TokensPrompt(prompt_token_ids=list(prompt_ids))
+        if pictures:
+            prompt = await self._seen(prompt_ids, pictures, request_id)
         final: RequestOutput | None = None
         try:
             async for output in self._running().generate(
@@ -199,6 +219,15 @@ class VLLMEngine:
         if final is None:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from vLLM")
         return self._token_output(final.outputs[0], request_id, logprobs=sampling.logprobs)
+
+    async def _seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> EngineInput:
+        what = f"{self._spec.name}: request {request_id}"
+        if self._processor is None:
+            raise RolloutError(f"{what} has pictures, and the model reads text alone")
+        try:
+            return await asyncio.to_thread(prompt_with, prompt_ids, pictures, self._processor)
+        except (PictureError, ValueError) as exc:
+            raise RolloutError(f"{what}: {exc}") from exc
 
     def _sampling_params(self, sampling: SamplingOptions) -> SamplingParams:
         stop = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
@@ -304,6 +333,8 @@ class VLLMEngine:
         """Requests frozen by pause("keep") are computed again from their tokens."""
         if not await llm.reset_prefix_cache(reset_running_requests=True):
             raise RolloutError(f"{self._spec.name}: vLLM did not reset its prefix cache")
+        if self._processor is not None:  # pictures that the tower of another version has seen
+            await llm.reset_encoder_cache()
 
     async def start_profile(self, prefix: str) -> None:
         await self._control(self._running().start_profile(prefix))

@@ -31,6 +31,10 @@ OWNED_ARGUMENTS = {
     "generation_config": "rollout's sampling keys",
     "enable_sleep_mode": "rollout.free_cache_engine",
     "enable_lora": "actor_rollout_ref.model.lora.merge",
+    **dict.fromkeys(
+        ("mm_processor_cache_gb", "mm_device_do_normalize", "mm_processor_kwargs"),
+        "the trainer, whose patches vLLM is given",
+    ),
     "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
     "max_loras": "actor_rollout_ref.model.lora.merge",
     "max_lora_rank": "actor_rollout_ref.model.lora_rank",

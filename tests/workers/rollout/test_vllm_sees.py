@@ -1,0 +1,79 @@
+"""vLLM with pictures: the whole model is sent, and what it answers is what transformers alone does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from tests.workers.rollout.seen_process import LENGTH, VERSIONS
+from tests.workers.rollout.test_seeing import PROMPTS, by_transformers, prompt_ids
+from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
+
+ROOT = Path(__file__).parents[3]
+TORCHVISION = ROOT / ".venv/vision"
+"""Where `make vision` puts it: beside the environment, of which it would be part in every process."""
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        not (TORCHVISION.exists() or importlib.util.find_spec("torchvision")), reason="no torchvision: make vision"
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What an engine found and answered, and the models that it was sent."""
+    base = tmp_path_factory.mktemp("sees")
+    models = {version: make_tiny_seeing_model(base / str(version), request.param, seed=version) for version in VERSIONS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_CACHE_DIR", str(base / "cache"))
+        path = os.pathsep.join([str(TORCHVISION), str(ROOT), *sys.path])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        environment |= {"PYTHONPATH": path, "TMPDIR": str(base)}
+        program = [sys.executable, "-m", "tests.workers.rollout.seen_process", str(base / "answers")]
+        ended = subprocess.run(
+            [*program, *map(str, models.values())], env=environment, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        yield json.loads((base / "answers").read_text()), models
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_computes_with_what_it_would_have_read_from_disk(told: Any, version: int) -> None:
+    """Tower and all."""
+    assert told[0]["checks"][version - 1].endswith("live tensors equal a load from disk")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_greedy_tokens_and_log_probs_are_those_of_transformers_alone(told: Any, version: int) -> None:
+    """The second version sees the pictures that the first has seen: with its own tower."""
+    found, models = told
+    whole: Any = AutoModelForImageTextToText.from_pretrained(models[version], dtype=torch.float32).eval()
+    processor: Any = AutoImageProcessor.from_pretrained(models[version], backend="pil")
+    for images, (tokens, log_probs) in zip(PROMPTS, found["answers"][version - 1], strict=True):
+        assert tokens == by_transformers(whole, models[version], images, LENGTH)
+        prompt = prompt_ids(models[version], images)
+        ids = torch.tensor([prompt + tokens])
+        given = dict(processor(images=images, return_tensors="pt")) if images else {}
+        if images:
+            given["mm_token_type_ids"] = (ids == whole.config.image_token_id).int()
+        with torch.no_grad():
+            logits = whole(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        assert log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_requests_whose_pictures_are_wrong_fail_alone(told: Any) -> None:
+    few, gone = told[0]["refused"]
+    assert "request r: pictures become 6 tokens, and there are 0" in few
+    assert "where there is no file" in gone

@@ -21,7 +21,7 @@ from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
 class Seeded(SingleTurnAgentLoop):
     # Engines have one generator for all requests, which come in any order.
     async def run(self, sampling_params, **sample):
-        seed = zlib.crc32(sample["raw_prompt"][-1]["content"].encode())
+        seed = zlib.crc32(repr(sample["raw_prompt"]).encode())
         return await super().run(sampling_params | {"seed": seed}, **sample)
 """
 MEASURED = re.compile(r"timing|perf/|checkpoint/|trainer/|memory/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")

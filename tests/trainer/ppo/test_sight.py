@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,20 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
 def test_vllm_is_taken_where_torchvision_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "find_spec", lambda name: ModuleSpec(name, None))
     require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]), RayPPOTrainer)
+
+
+def test_positions_of_pictures_that_vllm_orders_otherwise_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda name: ModuleSpec(name, None))
+    path = make_tiny_seeing_model(tmp_path, "qwen3_vl")
+    config = load_config([f"actor_rollout_ref.model.path={path}", GRPO])
+    require_sight(config, RayPPOTrainer)
+    written = json.loads((path / "config.json").read_text())
+    del written["text_config"]["rope_parameters"]["mrope_interleaved"]
+    (path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=r"vLLM by a key: set text_config.rope_parameters.mrope_interleaved=true in"):
+        require_sight(config, RayPPOTrainer)
 
 
 def test_other_entry_modules_refuse_a_policy_that_sees(model: Path) -> None:

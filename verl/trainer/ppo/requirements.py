@@ -32,7 +32,7 @@ from verl.workers.hf.precision import names_kept_wide
 from verl.workers.hf.regimes import why_engine_differs
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PretrainedConfig
 
 
 def require_model(model: HFModelConfig, directory: Path) -> None:
@@ -135,6 +135,10 @@ def _require_torchvision(config: PPOConfig, what: str) -> None:
         )
 
 
+def _interleaves_in_vllm(model: PretrainedConfig) -> bool:
+    return bool(model.get_text_config().rope_parameters.get("mrope_interleaved"))
+
+
 def require_sight(config: PPOConfig, trainer_class: type) -> None:
     """Of a policy that sees: what would leave its pictures out, or has not been tried with it, is refused by name."""
     policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
@@ -162,6 +166,13 @@ def require_sight(config: PPOConfig, trainer_class: type) -> None:
         if is_so:
             raise ConfigError(f"{what} has not been tried with {key}: set {remedy}")
     _require_torchvision(config, what)
+    interleaves = model.model_type.startswith("qwen3_vl")
+    if policy.rollout.name == "vllm" and interleaves != _interleaves_in_vllm(model):
+        raise ConfigError(
+            f"{what} has positions of pictures that transformers interleaves by its class, and vLLM by a key: set "
+            f"text_config.rope_parameters.mrope_interleaved={str(interleaves).lower()} in its config.json, or "
+            "actor_rollout_ref.rollout.name=hf"
+        )
     if needs_critic(config) and config.critic.model.path is None:
         raise ConfigError(
             f"{what} is no model for a critic: set an estimator without one, such as algorithm.adv_estimator=grpo"

@@ -88,6 +88,7 @@ def build_seeing_model(
         of_vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [depth - 1]}
     if architecture == "qwen3_vl":
         of_vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        of_text["rope_parameters"]["mrope_interleaved"] = True
     config = transformers.AutoConfig.for_model(
         architecture,
         text_config=of_text,

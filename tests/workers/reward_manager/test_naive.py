@@ -321,7 +321,7 @@ def test_a_file_that_only_loads_on_the_driver_is_an_error_not_a_score(tmp_path):
     path.write_text("def compute_score(**_): return 1.0\n")
     function = load_reward_function(CustomRewardFunctionConfig(path=str(path)))
     path.unlink()
-    with pytest.raises(RewardError, match="cannot be loaded: ConfigError: .*does not exist"):
+    with pytest.raises(RewardError, match="cannot be loaded: ConfigError: .*no such file"):
         NaiveRewardManager(TOKENIZER, function)(make_batch(["1"]))
 
 

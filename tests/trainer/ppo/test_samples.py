@@ -1,11 +1,13 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 
 from verl.experimental.agent_loop.batching import to_batch
 from verl.experimental.agent_loop.output import Response
 from verl.protocol import DataProto
+from verl.trainer.ppo import samples
 from verl.trainer.ppo.samples import SampleWriter, without_secrets
 from verl.workers.reward_manager import RewardOutput
 from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
@@ -124,6 +126,25 @@ def test_the_console_shows_what_people_read(caplog):
     first, *lines = [line.strip("|+- ") for line in record.getMessage().splitlines()]
     assert first == "held-out sample, step 1, sums: score 0.5"
     assert [line.split() for line in lines if line] == [["prompt", "user:", "1+1"], ["answer", "2"], ["truth", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]},
+            "user: <image> how many?",
+        ),
+        ({"role": "user", "content": ["how", "many?"]}, "user: how many?"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "assistant:"),
+        ({"board": [1, 2]}, "{'board': [1, 2]}"),
+        ("how many?", "how many?"),
+    ],
+)
+def test_prompts_of_any_form_are_shown(message, shown):
+    told = samples._told({"prompt": [message], "response": "3", "ground_truth": None})
+    assert told.pop("prompt").strip() == shown
+    assert told == {"answer": "3"}
 
 
 def test_no_secret_of_the_environment_is_shown(monkeypatch):

@@ -43,7 +43,7 @@ def _quoted(text: str) -> str:
     """With quotes around a value that can only be a string but has characters that Hydra's grammar does not know:
     `~`, and letters beyond ASCII."""
     key, _, value = text.partition("=")
-    return f'{key}="{value}"' if re.fullmatch(r"(?:[\w./:@-]|~)+", value) and not PLAIN.fullmatch(value) else text
+    return f'{key}="{value}"' if re.fullmatch(r"[\w./:@~-]+", value) and not PLAIN.fullmatch(value) else text
 
 
 def _remedy(text: str) -> str:

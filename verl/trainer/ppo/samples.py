@@ -111,13 +111,18 @@ def _told(row: dict[str, Any]) -> dict[str, str]:
     """What people read on the console."""
     asked = row.get("prompt")
     if isinstance(asked, (list, tuple, np.ndarray)):
-        asked = "\n".join(f"{message['role']}: {_text(message['content'])}" for message in asked)
+        asked = "\n".join(map(_said, asked))
     told = {"prompt": asked, "answer": row["response"], "truth": row["ground_truth"]}
     return {name: str(value) for name, value in told.items() if value is not None}
 
 
-def _text(content: Any) -> str:
-    """Of a message; of what has parts, those that are text, and the kinds of the others."""
-    if isinstance(content, str):
-        return content
-    return " ".join(part["text"] if "text" in part else f"<{part.get('type')}>" for part in content or ())
+def _said(message: Any) -> str:
+    """A message in a line; of content in parts those that are text, and the kinds of the others. What a dataset of the
+    user's own has in its place is shown as it is."""
+    if not isinstance(message, dict) or "role" not in message:
+        return str(message)
+    content = message.get("content")
+    if isinstance(content, (list, tuple, np.ndarray)):
+        parts = (part if isinstance(part, dict) else {"text": part} for part in content)
+        content = " ".join(str(part["text"]) if "text" in part else f"<{part.get('type')}>" for part in parts)
+    return f"{message['role']}: {content or ''}"

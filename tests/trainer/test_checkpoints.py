@@ -105,7 +105,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.parametrize("file", ["data.pt", "actor/weights", "critic/weights"])
+@pytest.mark.parametrize("file", ["data.pt", "actor/weights", "critic/weights", "critic/digests-0.json"])
 def test_a_damaged_file_is_named_and_the_newest_whole_checkpoint_offered(config, caplog, file, how):
     save(config, 1, 2, 3, 4)
     root = CheckpointDirectory(config).root
@@ -123,10 +123,20 @@ def test_a_damaged_file_is_named_and_the_newest_whole_checkpoint_offered(config,
     assert f"going on from {root / 'global_step_2'}" in caplog.text
 
 
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_a_part_that_is_gone_with_all_that_it_notes_is_named(config, part):
+    save(config, 1, 2)
+    root = CheckpointDirectory(config).root
+    shutil.rmtree(root / "global_step_2" / part)
+    with pytest.raises(ConfigError, match=rf"global_step_2/{part}/digests-0.json cannot be read: No such file"):
+        CheckpointDirectory(config).find()
+    assert CheckpointDirectory(replace(config, resume_fallback=True)).find() == root / "global_step_1"
+
+
 def test_what_a_checkpoint_notes_of_its_files_may_be_damaged_too(config):
     save(config, 1)
-    (CheckpointDirectory(config).root / "global_step_1/actor/digests-0.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"what .*global_step_1/actor notes of its files cannot be read"):
+    (CheckpointDirectory(config).root / "global_step_1/digests.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"what .*global_step_1 notes of its files cannot be read"):
         CheckpointDirectory(replace(config, resume_fallback=True)).find()
 
 

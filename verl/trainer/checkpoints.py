@@ -5,7 +5,7 @@
         critic/           the same of the critic, if there is one
         data.pt           position in the training data
         trainer.json      step, KL coefficient, held-out rewards so far; when it was written, what its run came from
-        digests.json      of the last two; the ranks' files have theirs beside them
+        digests.json      of the last two, and of the ranks' own, which are beside their files
     latest_checkpointed_iteration.txt
 
 A checkpoint is written under a temporary name and renamed; the pointer is replaced after that. A run that is killed at
@@ -31,7 +31,7 @@ import torch
 from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.config import ConfigError
 from verl.utils.disk import full_disk_told
-from verl.utils.file_digests import damaged, write_digests
+from verl.utils.file_digests import damaged, noted_in, write_digests
 from verl.workers.config import CheckpointConfig, TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,8 @@ class CheckpointDirectory:
             with full_disk_told(partial, sum(map(len, files.values()))):
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
-                write_digests(partial, files)
+                # With those of the ranks' digests: neither these nor a whole part can be missed without a word.
+                write_digests(partial, [*files, *(str(path.relative_to(partial)) for path in noted_in(partial, PARTS))])
                 self._new_pointer.write_text(str(state.step))
                 sync_to_disk(partial)
                 sync_to_disk(self.root)

@@ -18,6 +18,11 @@ def write_digests(directory: Path, names: Iterable[str], file: str = "digests.js
     (directory / file).write_text(json.dumps(found))
 
 
+def noted_in(directory: Path, parts: Iterable[str]) -> list[Path]:
+    """What `write_digests` has left in those directories of it."""
+    return [file for part in parts for file in sorted((directory / part).glob(_NAME))]
+
+
 def damaged(directory: Path, *, bytes_up_to: int | None = None, share: tuple[int, int] = (0, 1)) -> str:
     """What is wrong with a file of `directory`, by its name; empty if nothing is, or nobody has noted anything.
 
@@ -44,7 +49,7 @@ def damaged(directory: Path, *, bytes_up_to: int | None = None, share: tuple[int
 
 
 def _noted(directory: Path) -> Iterator[tuple[str, tuple[int, str]]]:
-    for file in sorted(directory.glob(_NAME)):
+    for file in noted_in(directory, [""]):
         for name, (nbytes, digest) in json.loads(file.read_text()).items():
             yield str(name), (int(nbytes), str(digest))
 

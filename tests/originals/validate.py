@@ -1,6 +1,6 @@
 """What PyPI's verl calls the results of validations: a JSON list of {sources, uids, infos, turns} comes in.
 
-Run as a file with PyPI's verl in front. Prints a JSON list of {name: value}.
+Run as a file with PyPI's verl in front. Prints a JSON list of {name: value}, or {error}.
 """
 
 import json
@@ -19,10 +19,13 @@ class Trainer(RayPPOTrainer):
         pass
 
 
-def named(given: dict[str, Any]) -> dict[str, float]:
+def named(given: dict[str, Any]) -> dict[str, Any]:
     turns = [np.array(given["turns"])] if given["turns"] else []
-    found = Trainer()._val_metrics_update(np.array(given["sources"]), given["uids"], given["infos"], turns)
-    return {name: float(value) for name, value in found.items()}
+    try:
+        found = Trainer()._val_metrics_update(np.array(given["sources"]), given["uids"], given["infos"], turns)
+        return {name: float(value) for name, value in found.items()}
+    except Exception as exc:  # noqa: BLE001 - that it raises is a result, too
+        return {"error": f"{type(exc).__name__}: {exc}"}
 
 
 if __name__ == "__main__":

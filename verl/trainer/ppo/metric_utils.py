@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, tensors_of
-from verl.utils.plain import as_float, as_number
+from verl.utils.plain import as_float, as_number, as_text
 from verl.workers.rollout.records import NO_VERSION
 
 BOOTSTRAPS, SEED = 1000, 42
@@ -134,8 +134,8 @@ def process_validation_metrics(
     `mean@n` and `std@n` are of a prompt's n responses. For n > 1 there are `best@k/mean`, `worst@k/mean` and, with
     `pred`, `maj@k/mean`, each with its `/std`: of the best, the worst, and the first with the commonest `pred`, of k
     responses that are drawn BOOTSTRAPS times from the n, with replacement; k is 2, 4, 8, ... and n. All are means over
-    prompts; one with a response without a prediction has no majority. Prompts with different numbers of responses are
-    reported apart, each under its own n.
+    prompts; one with a response without a prediction, or without the variable, has no majority, and one with a value
+    that is no number is left out. Prompts with different numbers of responses are reported apart, each under its own n.
     """
     lengths = {"data_sources": len(data_sources), "sample_uids": len(sample_uids)}
     lengths |= {name: len(values) for name, values in infos_dict.items()}
@@ -149,13 +149,13 @@ def process_validation_metrics(
     predictions = infos_dict.get("pred")
     for (data_source, _), positions in prompts.items():
         for variable, values in infos_dict.items():
-            found = [(position, as_float(values[position])) for position in positions]
-            numbers = [(position, number) for position, number in found if number is not None]
-            if not numbers:
+            said = [values[position] for position in positions if values[position] is not None]
+            numbers = [number for number in map(as_float, said) if number is not None]
+            if not numbers or len(numbers) < len(said):
                 continue
-            said = [] if predictions is None else [predictions[position] for position, _ in numbers]
-            votes = [_text(one) for one in said] if said and None not in said else None
-            for statistic, value in _of_prompt([number for _, number in numbers], votes, seed).items():
+            voted = [] if predictions is None else [predictions[position] for position in positions]
+            votes = _kinds(voted) if len(numbers) == len(voted) and None not in voted else None
+            for statistic, value in _of_prompt(numbers, votes, seed).items():
                 collected[data_source, variable, statistic].append(value)
     metrics: dict[str, dict[str, dict[str, float]]] = {}
     for (data_source, variable, statistic), of_prompts in collected.items():
@@ -184,7 +184,7 @@ def _size(statistic: str) -> int:
     return int(statistic.partition("@")[2].partition("/")[0])
 
 
-def _of_prompt(scores: Sequence[float], votes: Sequence[str] | None, seed: int) -> dict[str, float]:
+def _of_prompt(scores: Sequence[float], votes: np.ndarray | None, seed: int) -> dict[str, float]:
     """The statistics of the responses to one prompt."""
     found, values = {f"mean@{len(scores)}": _mean(scores)}, np.array(scores)
     if len(scores) == 1:
@@ -195,7 +195,7 @@ def _of_prompt(scores: Sequence[float], votes: Sequence[str] | None, seed: int) 
             drawn = _bootstraps(len(scores), size, seed)
             chosen = {"best": values[drawn].max(axis=1), "worst": values[drawn].min(axis=1)}
             if votes is not None:
-                chosen["maj"] = values[_majority(np.unique(votes, return_inverse=True)[1], drawn)]
+                chosen["maj"] = values[_majority(votes, drawn)]
             for name, each in chosen.items():
                 found[f"{name}@{size}/mean"] = float(np.mean(each))
                 found[f"{name}@{size}/std"] = float(np.std(each))
@@ -223,12 +223,15 @@ def _mean(values: Sequence[float]) -> float:
         return float(np.mean(values))
 
 
-def _text(prediction: Any) -> str:
-    """Equal numbers are equal predictions, whichever type they have: 3, 3.0 and NumPy's."""
-    number = as_number(prediction)
-    if number is None:
-        return str(prediction)
-    return str(int(number) if isinstance(number, float) and number.is_integer() else number)
+def _kinds(predictions: Sequence[Any]) -> np.ndarray:
+    """A number for each kind of prediction: 3, 3.0 and NumPy's are one, "3" another, lists are compared as texts."""
+    kinds: dict[Any, int] = {}
+    found = []
+    for one in predictions:
+        number = as_number(one)
+        key = number if number is not None else one if isinstance(one, str) else (as_text(one),)
+        found.append(kinds.setdefault(key, len(kinds)))
+    return np.array(found)
 
 
 _SPREAD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"mean": torch.mean, "max": torch.max, "min": torch.min}

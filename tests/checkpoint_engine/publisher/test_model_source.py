@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.optim.swa_utils import AveragedModel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from verl.checkpoint_engine.errors import ConfigError
@@ -258,3 +266,63 @@ def test_views_and_dtypes_of_all_kinds_are_sent_bit_by_bit(tensor: torch.Tensor)
         view = source.view(shard)
         assert view is None or torch.equal(view.flatten().view(torch.uint8), expected)
         assert torch.equal(sent(source)["w"].flatten().view(torch.uint8), expected)
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Of a process group in which nobody hears anything."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+FSDP_OVER_TP = (_StridedShard(0, split_factor=2), Sharded(0))
+EXPERTS_OF_TRANSFORMERS = (Replicate(), _StridedShard(1, split_factor=2))
+"""`gate_up_proj` of all experts: each rank has a part of the gates and the same part of what they gate."""
+
+
+@pytest.mark.parametrize("shape", [(8, 12, 2), (7, 4, 3), (2, 20, 1)])
+@pytest.mark.parametrize(
+    "placements",
+    [
+        (Replicate(), Sharded(0)),
+        (Sharded(1), Replicate()),
+        (Sharded(0), Sharded(1)),
+        (Sharded(0), Sharded(0)),
+        FSDP_OVER_TP,
+        (_StridedShard(1, split_factor=2), Sharded(1)),
+        EXPERTS_OF_TRANSFORMERS,
+        (Sharded(0), _StridedShard(1, split_factor=4)),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_mesh_have_the_whole_tensor_between_them(placements: Sequence[Placement], shape: tuple[int, ...]):
+    whole = torch.arange(float(np.prod(shape))).view(shape)
+    found = torch.full(shape, torch.nan)
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2))
+            source = ModelSource({"w": distribute_tensor(whole, mesh, placements, src_data_rank=None)})
+            for shard in source.shards():
+                inside = tuple(map(slice, shard.box.start, shard.box.stop))
+                part = torch.empty(shard.box.shape)
+                source.copy(shard, part)
+                view = source.view(shard)
+                assert torch.equal(part, whole[inside])
+                assert view is None or torch.equal(view, part)
+                found[inside] = part
+            assert source.may_be_equal("w", "w")
+    assert torch.equal(found, whole)
+
+
+def test_what_is_to_be_summed_over_ranks_and_what_is_no_shard_of_its_shape_are_refused_by_name():
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        summed = DTensor.from_local(torch.ones(4, 2), mesh, [Partial()])
+        with pytest.raises(ConfigError, match=r"w cannot be sent: with placements \(Partial\(sum\),\) no rank has its"):
+            ModelSource({"w": summed})
+        uneven = DTensor.from_local(torch.ones(1, 2), mesh, [Sharded(0)], shape=torch.Size((4, 2)), stride=(2, 1))
+        with pytest.raises(ConfigError, match=r"w cannot be sent: .* a rank has \[2, 2\] of it, not \[1, 2\]"):
+            ModelSource({"w": uneven})

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.publisher.recorded import RecordedPublisher, is_loaded
@@ -253,6 +255,53 @@ def test_ranks_of_fsdp2_push_what_they_hold_and_train_on(made: str, is_async: bo
         == [[True] * (4 if made == "sharded later" else 3)] * 2
     )
     assert arenas_in(shm) == []
+
+
+def divided(model: Tied, how: str) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("first", "second"))
+    if how == "hybrid":
+        fully_shard(model.layers, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    plan = {
+        "layers.0": ColwiseParallel(output_layouts=Replicate()),
+        "layers.2": RowwiseParallel(input_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["second"], plan)
+    return fully_shard(model, mesh=mesh["first"]) if how == "fsdp over tensor parallel" else model
+
+
+def pushed_as_divided(shm: str, how: str) -> list[bool]:
+    os.environ["VERL_SHM_DIR"] = shm
+    torch.manual_seed(0)
+    model = Tied()
+    model.layers.append(nn.Linear(4, 4))
+    divided(model, how)
+    with RecordedPublisher(model) as publisher:
+        found = [push(publisher, model, 0)]
+        train(model)
+        evaluate(model)
+        return [*found, push(publisher, model, 1)]
+
+
+@pytest.mark.parametrize("how", ["hybrid", "tensor parallel", "fsdp over tensor parallel"])
+def test_ranks_push_what_they_hold_however_it_is_divided_among_them(how: str, ranks: RankPool, shm: Path):
+    assert ranks.run(pushed_as_divided, 2, str(shm), how) == [[True, True]] * 2
+
+
+def pushed_with_other_replicas(shm: str) -> dict[str, set[float]]:
+    os.environ["VERL_SHM_DIR"] = shm
+    model = nn.Sequential(nn.Linear(1500, 1500), nn.BatchNorm1d(1500))
+    for tensor in model.state_dict().values():
+        tensor.fill_(dist.get_rank())
+    with RecordedPublisher(model) as publisher:
+        publisher.push(0)
+        return {name: {*tensor.unique().tolist()} for name, tensor in publisher.server.weights.items()}
+
+
+def test_no_version_is_a_mixture_of_replicas_that_differ(ranks: RankPool, shm: Path):
+    found, _ = ranks.run(pushed_with_other_replicas, 2, str(shm))
+    assert found
+    assert all(values == {0} for values in found.values())
 
 
 def pushed_apart(shm: str) -> list[str]:

@@ -5,7 +5,8 @@ Public are state dicts alone, which gather or copy. FSDP1 gets no new interfaces
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._runtime_utils import _reshard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _is_shard_like, _StridedShard
+
+Bounds = tuple[int, ...]
 
 __all__ = [
     "HYBRID_SHARD_GRAD_OP",
     "clean_tensor_name",
     "flat_parameters",
-    "local_box",
+    "local_boxes",
     "local_shard",
     "members",
     "reshard",
@@ -30,12 +33,45 @@ HYBRID_SHARD_GRAD_OP = ShardingStrategy._HYBRID_SHARD_ZERO2
 """`SHARD_GRAD_OP` inside of a host, replicas between hosts: the one strategy of FSDP1 without a public name."""
 
 
-def local_box(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """(shape, offset) of what this rank holds of `tensor`.
+def local_boxes(tensor: DTensor) -> list[tuple[Bounds, Bounds, tuple[slice, ...]]]:
+    """What this rank holds of `tensor`: (start, stop, where that lies in its local tensor) of each box.
 
-    DTensor tells the local shape alone; asked for in https://github.com/pytorch/pytorch/issues/116980.
+    Several where a rank holds the same part of each of several matrices in one, as with tensor parallelism of
+    transformers' experts. DTensor tells the local shape alone: https://github.com/pytorch/pytorch/issues/116980. Raises
+    ValueError for what is still to be summed over ranks, and for local tensors of another shape than the placements
+    say.
     """
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # the rank is none of its mesh
+        return []
+    held = [torch.arange(size) for size in tensor.shape]
+    for size, index, placement in zip(mesh.shape, coordinate, placements, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if not _is_shard_like(placement):
+            raise ValueError(f"with placements {placements} no rank has its values")
+        parts, _ = _split_along_one(placement)(held[placement.dim], size, with_padding=False, contiguous=False)
+        held[placement.dim] = parts[index]
+    if (local := tuple(tensor.to_local().shape)) != tuple(map(len, held)):
+        raise ValueError(f"with placements {placements} a rank has {[*map(len, held)]} of it, not {[*local]}")
+    return [
+        (tuple(low for low, _, _ in runs), tuple(high for _, high, _ in runs), tuple(at for _, _, at in runs))
+        for runs in product(*map(_runs, held))
+    ]
+
+
+def _split_along_one(placement: Any) -> Any:
+    """The method that splits tensors, of a placement like that on dimension 0."""
+    factor = {"split_factor": placement.split_factor} if isinstance(placement, _StridedShard) else {}
+    return type(placement)(0, **factor)._split_tensor
+
+
+def _runs(indices: torch.Tensor) -> list[tuple[int, int, slice]]:
+    """Of indices: (first, behind the last, where they are) of each that follow one another."""
+    ends = (indices.diff() != 1).nonzero().flatten() + 1
+    bounds = [0, *ends.tolist(), len(indices)] if len(indices) else []
+    return [(int(indices[low]), int(indices[high - 1]) + 1, slice(low, high)) for low, high in pairwise(bounds)]
 
 
 def flat_parameters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
-from ..compat.fsdp import local_box
+from ..compat.fsdp import local_boxes
 from ..compat.torch import changes_of, is_persistent, tied_names
-from ..errors import ConfigError, PlanError
+from ..errors import ConfigError
 from ..memory.publishing import copy_values
 from ..plan.layout import listed
 from ..plan.types import ITEMSIZE, Box, Shard, TensorSpec
@@ -36,7 +35,8 @@ KEPT_ELSEWHERE = {
 class ModelSource:
     """Reads names, shardings and values as they are when they are asked for, between `refresh` and `release`.
 
-    A DTensor (FSDP2, tensor parallelism) is the box that this rank holds; any other tensor is on every rank whole.
+    A DTensor (FSDP2, tensor parallelism) is the boxes that this rank holds; any other tensor is on every rank whole,
+    and rank 0's is sent: replicas may differ, as running statistics do, and no version is a mixture of them.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class ModelSource:
         if dtype is not None and not (isinstance(sent, torch.dtype) and sent.is_floating_point):
             raise ConfigError(f"dtype={dtype!r} is no floating-point type of torch, such as bfloat16")
         self._model, self._sent, self._allow_nonfinite = model, sent, allow_nonfinite
+        self.sends_whole = True
+        """Whether it sends what every rank has whole: rank 0 does, as it would save a checkpoint."""
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._changes: Mapping[str, int] = {}
         """How often each had been written into, when it was looked at."""
@@ -79,6 +81,7 @@ class ModelSource:
             for name, tensor in self._tensors.items()
         ]
         self._by_name = {spec.name: spec for spec in self._specs}
+        self._boxes = {name: _boxes(name, tensor) for name, tensor in self._tensors.items()}
 
     def _require_values(self) -> None:
         if empty := [name for name, tensor in self._tensors.items() if tensor.is_meta]:
@@ -111,8 +114,13 @@ class ModelSource:
         return self._specs
 
     def shards(self) -> Sequence[Shard]:
-        boxes = {spec.name: self._box(spec) for spec in self._specs}
-        return [Shard(name, box) for name, box in boxes.items() if box.numel]
+        return [
+            Shard(name, box)
+            for name, boxes in self._boxes.items()
+            if self.sends_whole or isinstance(self._tensors[name], DTensor)
+            for box in boxes
+            if box.numel
+        ]
 
     @property
     def device(self) -> torch.device | None:
@@ -137,12 +145,11 @@ class ModelSource:
 
     def may_be_equal(self, name: str, other: str) -> bool:
         """Whether two tensors of one shape and dtype have the same bits, as far as this rank holds the same of both."""
-        boxes = [self._box(self._by_name[one]) for one in (name, other)]
-        if boxes[0] != boxes[1]:
+        boxes = self._boxes[name]
+        if [*boxes] != [*self._boxes[other]]:
             return True
-        shard = Shard(name, boxes[0]), Shard(other, boxes[1])
-        first, second = (self._values(one).contiguous().view(torch.uint8) for one in shard)
-        return torch.equal(first, second)
+        pairs = ((self._values(Shard(one, box)).contiguous() for one in (name, other)) for box in boxes)
+        return all(torch.equal(first.view(torch.uint8), second.view(torch.uint8)) for first, second in pairs)
 
     def _require_finite(self, name: str, values: torch.Tensor) -> None:
         dtype = getattr(torch, self._by_name[name].dtype)
@@ -161,19 +168,21 @@ class ModelSource:
             raise ConfigError(f"{name} was written into while the weights were copied: train on when push has returned")
 
     def _values(self, shard: Shard) -> torch.Tensor:
-        held = self._box(self._by_name[shard.name]).start
-        inside = zip(held, shard.box.start, shard.box.stop, strict=True)
-        return _local(self._tensors[shard.name])[tuple(slice(low - base, high - base) for base, low, high in inside)]
+        boxes, box = self._boxes[shard.name], shard.box
+        held = next(one for one in boxes if one.contains(box))
+        bounds = zip(boxes[held], held.start, box.start, box.stop, strict=True)
+        inside = (slice(at.start + low - base, at.start + high - base) for at, base, low, high in bounds)
+        return _local(self._tensors[shard.name])[tuple(inside)]
 
-    def _box(self, spec: TensorSpec) -> Box:
-        """Raises PlanError if what a rank holds is no box."""
-        tensor = self._tensors[spec.name]
-        if not isinstance(tensor, DTensor):
-            return Box.whole(spec.shape)
-        if any(type(placement) not in (Sharded, Replicate) for placement in tensor.placements):
-            raise PlanError(f"{spec.name} with placements {tensor.placements} is no box on every rank")
-        shape, offset = local_box(tensor)
-        return Box(tuple(offset), tuple(start + size for start, size in zip(offset, shape, strict=True)))
+
+def _boxes(name: str, tensor: torch.Tensor) -> Mapping[Box, Sequence[slice]]:
+    """What this rank holds, and where in its local tensor."""
+    if not isinstance(tensor, DTensor):
+        return {Box.whole(tuple(tensor.shape)): [slice(0, size) for size in tensor.shape]}
+    try:
+        return {Box(start, stop): inside for start, stop, inside in local_boxes(tensor)}
+    except ValueError as exc:
+        raise ConfigError(f"{name} cannot be sent: {exc}") from exc
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,7 @@ class PublishingRank(TrainerRank):
     def __init__(self, index: int, source: ModelSource, config: CheckpointEngineConfig) -> None:
         super().__init__(index, source, config)
         self.has_begun = Event()
+        source.sends_whole = index == 0
         self._model, self._pushes = source, -1
         self._refused: CheckpointEngineError | None = None
 

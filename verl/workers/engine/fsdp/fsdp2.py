@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from verl.checkpoint_engine.compat.fsdp import local_box
+from verl.checkpoint_engine.compat.fsdp import local_boxes
 from verl.checkpoint_engine.compat.torch import replace_tensors
-from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.plan.types import Box
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
@@ -67,13 +66,8 @@ class FSDP2Engine(FSDPEngine):
 def _held(parameter: nn.Parameter) -> HeldTensor:
     if not isinstance(parameter, DTensor):
         return HeldTensor.whole(parameter, is_parameter=True)
-    if any(type(placement) not in (Shard, Replicate) for placement in parameter.placements):
-        raise PlanError(
-            f"a tensor of shape {tuple(parameter.shape)} with placements {parameter.placements} is no box per rank"
-        )
-    shape, offset = local_box(parameter)
-    box = Box(tuple(offset), tuple(start + size for start, size in zip(offset, shape, strict=True)))
-    part = Part(box=box, values=lambda: parameter.to_local().detach())
-    return HeldTensor(
-        shape=tuple(parameter.shape), dtype=parameter.dtype, is_parameter=True, parts=(part,) if box.numel else ()
+    parts = tuple(
+        Part(box=Box(start, stop), values=lambda inside=inside: parameter.to_local().detach()[inside])  # type: ignore[misc]
+        for start, stop, inside in local_boxes(parameter)
     )
+    return HeldTensor(shape=tuple(parameter.shape), dtype=parameter.dtype, is_parameter=True, parts=parts)

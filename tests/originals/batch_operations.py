@@ -40,7 +40,14 @@ def shown(value: Any) -> Any:
 
 
 def index(kind: str, rows: list[Any]) -> Any:
-    return {"list": list, "array": np.array, "tensor": torch.tensor}[kind](rows)
+    kinds = {
+        "list": list,
+        "array": np.array,
+        "tensor": torch.tensor,
+        "int32": lambda given: np.array(given, dtype=np.int32),
+        "int32 tensor": lambda given: torch.tensor(given, dtype=torch.int32),
+    }
+    return kinds[kind](rows)
 
 
 def reordered(value: DataProto, *order: Any) -> DataProto:
@@ -52,6 +59,11 @@ OPERATIONS: dict[str, Any] = {
     "select_idxs": lambda value, *rows: value.select_idxs(index(*rows)),
     "reorder": reordered,
     "slice": lambda value, *part: value[slice(*part)],
+    "get": lambda value, *rows: value[index(*rows)],
+    "part": lambda value, name, size, number: getattr(value, name)(size)[number],
+    "concat itself": lambda value: DataProto.concat([value, value]),
+    "padded": lambda value, size: pad_dataproto_to_divisor(value, size)[0],
+    "without": lambda value, key: (value.pop([key]), value)[1],
     "item": lambda value, row: value[row].non_tensor_batch,
     "pad": pad_dataproto_to_divisor,
     "unpad": unpad_dataproto,

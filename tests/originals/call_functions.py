@@ -39,6 +39,7 @@ def drawn(draw):
     ids = torch.tensor([[draw.randint(0, 5) for _ in range(columns)] for _ in range(rows)])
     mask = torch.tensor([[draw.randint(0, 1) for _ in range(columns)] for _ in range(rows)])
     values = torch.tensor([[draw.uniform(-2, 2) for _ in range(columns)] for _ in range(rows)], dtype=torch.float64)
+    weights = torch.tensor([[draw.choice((0.0, 0.25, 1.5)) for _ in range(columns)] for _ in range(rows)])
     left, cut = draw.random() < 0.5, draw.choice(("error", "left", "right", "middle", "end"))
     ends = draw.choice((1, [1, 2], (3,)))
     ragged = [[draw.randint(0, 9) for _ in range(draw.randint(0, 4))] for _ in range(rows)]
@@ -55,8 +56,8 @@ def drawn(draw):
         (functional.get_response_mask, (ids, ends, draw.choice((torch.int64, torch.float32, torch.bool)))),
         (functional.gather_from_labels, (values, ids[:, 0].clamp(max=columns - 1))),
         (functional.clip_by_value, (values, values.mean() - 0.3, values[0] + 0.1)),
-        (functional.masked_sum, (values, mask, axis)),
-        (functional.masked_mean, (values, mask, axis)),
+        (functional.masked_sum, (values, draw.choice((mask, weights)), axis)),
+        (functional.masked_mean, (values, draw.choice((mask, weights)), axis)),
         (compute_position_id_with_mask, (mask,)),
         (reduce_metrics, (dict(numbers),)),
         (same, (dict(numbers),)),
@@ -70,8 +71,8 @@ def drawn(draw):
         (seqlen_balancing.roundup_divisible, (draw.randint(-9, 9), length)),
         (fs.is_non_local, (draw.choice(("hdfs://a/b", "s3://a", "/a", "hdfs")),)),
     ]
-    if mask.sum() > 1:
-        called.append((functional.masked_var, (values, mask, draw.random() < 0.5)))
+    called += [(functional.masked_var, (values, each, draw.random() < 0.5)) for each in (mask, weights)]
+    called.append((functional.masked_var, (values, mask * 0.01, True)))
     return {f"{number} {function.__name__}": tried(function, *said) for number, (function, said) in enumerate(called)}
 
 

@@ -83,9 +83,9 @@ def divergence(batch: Batch, name: str) -> Numbers:
     return {"value": found.flatten().tolist(), "gradient": gradient.flatten().tolist()}
 
 
-def aggregated(batch: Batch, mode: str, options: dict[str, Any]) -> Numbers:
+def aggregated(batch: Batch, mode: str, options: dict[str, Any], weigh: bool = False) -> Numbers:
     losses = batch["log_prob"].clone().requires_grad_()
-    found = core_algos.agg_loss(losses, batch["response_mask"], mode, **options)
+    found = core_algos.agg_loss(losses, weighed(batch) if weigh else batch["response_mask"], mode, **options)
     (gradient,) = torch.autograd.grad(found, losses)
     return {"value": [found.item()], "gradient": gradient.flatten().tolist()}
 
@@ -100,9 +100,15 @@ def value_loss(batch: Batch, mode: str, clip: float = 0.5) -> Numbers:
     return {"value": [loss.item()], "gradient": gradient.flatten().tolist(), "clipped": [clipped]}
 
 
-def whitened(batch: Batch, shift: bool) -> Numbers:
-    mask = batch["response_mask"]
-    return {"value": masked_whiten(batch["returns"], mask, shift_mean=shift)[mask.bool()].tolist()}
+def weighed(batch: Batch) -> torch.Tensor:
+    """A mask of other numbers than zeros and ones."""
+    return batch["response_mask"] * batch["weights"]
+
+
+def whitened(batch: Batch, shift: bool, weigh: bool = False) -> Numbers:
+    mask = weighed(batch) if weigh else batch["response_mask"]
+    found = masked_whiten(batch["returns"], mask, shift_mean=shift)
+    return {"value": found[mask.bool()].tolist(), "beside": found[~mask.bool()].tolist()}
 
 
 def penalised(batch: Batch, kind: str, name: str, options: dict[str, Any] | None = None, times: int = 1) -> Numbers:

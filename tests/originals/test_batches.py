@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 from typing import Any
 
 import pytest
@@ -126,14 +127,65 @@ def cases() -> dict[str, list[list[Any]]]:
     return found | {"chain": on("base", *steps), **{f"unpad {size}": on("base", ["unpad", size]) for size in (0, 2)}}
 
 
+def sequences(draw: Random, count: int) -> dict[str, list[list[Any]]]:
+    """Of up to eight operations in a row, each with arguments that fit what the ones before have left."""
+    return {f"drawn {number}": on("base", *_sequence(draw)) for number in range(count)}
+
+
+def _sequence(draw: Random) -> list[list[Any]]:
+    steps: list[list[Any]] = [["union", NUMBERS[name]] for name in ("other", "same objects") if draw.random() < 0.3]
+    length, keys = ROWS, ["ids", "scores", "mask"]
+    for _ in range(draw.randint(1, 8)):
+        step, length = _operation(draw, length, keys)
+        steps.append(step)
+    return steps
+
+
+def _operation(draw: Random, length: int, keys: list[str]) -> tuple[list[Any], int]:
+    """(the operation, how many samples it leaves)."""
+    rows = [draw.randrange(-length, length) for _ in range(draw.randint(1, 9))]
+    mask = [draw.random() < 0.5 for _ in range(length - 1)] + [True]
+    size, times = draw.randint(1, 4), draw.randint(1, 3 if length < 30 else 1)
+    kind = draw.choice(("list", "array", "tensor", "int32", "int32 tensor"))
+    begin, step = draw.randrange(length), draw.choice((None, 1, 2))
+    counts = [draw.randint(0, 2) for _ in range(length - 1)] + [1]
+    part = draw.randrange(-(-length // size))
+    key = draw.choice(keys)
+    several = [
+        (["repeat", times, draw.random() < 0.5], length * times),
+        (["select_idxs", kind, rows], len(rows)),
+        (["select_idxs", draw.choice(("list", "array", "tensor")), mask], sum(mask)),
+        (["get", kind, rows], len(rows)),
+        (["get", draw.choice(("list", "array", "tensor")), mask], sum(mask)),
+        (["slice", begin, None, step], len(range(begin, length, step or 1))),
+        (["reorder", "tensor", draw.sample(range(length), length)], length),
+        (["pad_and_unpad", size], length),
+        (["padded", size], -(-length // size) * size),
+        (["part", "split", size, part], min(size, length - part * size)),
+        (["to_tensordict"], length),
+        (["select", {"batch_keys": [*keys]}], length),
+        (["sample_level_repeat", draw.choice(("list", "array", "tensor")), counts], sum(counts)),
+    ]
+    if length < 30:
+        several.append((["concat itself"], 2 * length))
+    if length % size == 0:
+        several.append((["part", "chunk", size, draw.randrange(size)], length // size))
+    if len(keys) > 1 and draw.random() < 0.1:
+        keys.remove(key)
+        return ["without", key], length
+    return draw.choice(several)
+
+
 CASES = cases()
+SEQUENCES = sequences(Random(0), 400)
 
 
 @pytest.fixture(scope="module")
 def both() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    given = {"batches": [*BATCHES.values()], "cases": [*CASES.values()]}
+    every = CASES | SEQUENCES
+    given = {"batches": [*BATCHES.values()], "cases": [*every.values()]}
     verls, ours = (computed("batch_operations.py", given, folder) for folder in (VERL, OURS))
-    return dict(zip(CASES, zip(verls, ours, strict=True), strict=True))
+    return dict(zip(every, zip(verls, ours, strict=True), strict=True))
 
 
 def test_an_operation_on_a_batch_gives_what_verl_gives(both: dict[str, Any]) -> None:
@@ -143,6 +195,7 @@ def test_an_operation_on_a_batch_gives_what_verl_gives(both: dict[str, Any]) -> 
     metrics = {name for name in given if name.startswith("concat") and "metrics" in name}
     assert differing == metrics
     assert differences()["`metrics` in the `meta_info` of joined batches"]["why"]
+    assert given.keys() >= SEQUENCES.keys()
 
 
 def test_what_verl_refuses_is_refused_unless_it_makes_sense(both: dict[str, Any]) -> None:

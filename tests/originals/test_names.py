@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.originals.original import OURS, VERL, computed
+from tests.originals.original import OURS, VERL, computed, differences
 from verl.experimental.agent_loop.registry import known_loops
 from verl.instead.modules import MODULES, instead_of
 from verl.instead.names import ELSEWHERE, NAMES
@@ -211,9 +211,17 @@ def test_importing_verl_reads_the_modules_that_are_not_here_only_when_one_is_ask
 def test_the_small_functions_that_recipes_import_return_what_verls_return() -> None:
     verls, ours = (computed("call_functions.py", 7, folder) for folder in (VERL, OURS))
     assert len(verls) == 150
+    undefined = 0
     for theirs, found in zip(verls, ours, strict=True):
         assert found.keys() == theirs.keys()
-        assert {name: found[name] for name in found if not _is_like(found[name], theirs[name])} == {}, theirs
+        differing = {name for name in found if not _is_like(found[name], theirs[name])}
+        of_few = {name for name in differing if "masked_var" in name}
+        assert differing == of_few, theirs
+        assert all(theirs[name] == "ValueError" or theirs[name][1] < 0 for name in of_few), theirs
+        assert all(found[name][1] >= 0 for name in of_few), found
+        undefined += len(of_few)
+    assert undefined
+    assert differences()["`masked_var` of weights that sum to 1 or less"]["why"]
 
 
 def _is_like(found: Any, expected: Any) -> bool:

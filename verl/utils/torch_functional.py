@@ -14,21 +14,23 @@ fragment: a quarter of this took three times the memory in the end."""
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Sum of `values` where `mask` is not zero. What stands elsewhere, NaN included, does not matter."""
+    """Sum of `values`, each weighted by `mask`. What stands where that is zero, NaN included, does not matter."""
     kept = torch.where(mask.bool(), values, 0.0)
+    kept = kept if mask.dtype is torch.bool else kept * mask
     return kept.sum() if axis is None else kept.sum(axis)
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Mean of `values` where `mask` is not zero; 0 where nothing is."""
-    count = mask.bool().sum() if axis is None else mask.bool().sum(axis)
-    return masked_sum(values, mask, axis) / count.clamp(min=1)
+    """Mean of `values`, each weighted by `mask`; 0 where all weights are zero."""
+    total = mask.sum() if axis is None else mask.sum(axis)
+    return masked_sum(values, mask, axis) / torch.where(total == 0, 1, total)
 
 
 def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of `values` where `mask` is not zero, divided by n - 1 if `unbiased`; 0 for fewer than two of them."""
-    count = mask.bool().sum()
-    return masked_sum((values - masked_mean(values, mask)) ** 2, mask) / (count - int(unbiased)).clamp(min=1)
+    """Variance of `values`, each weighted by `mask`; if `unbiased`, times n / (n - 1) where weights sum to n > 1."""
+    total = mask.sum()
+    variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
+    return torch.where(total > 1, variance * total / (total - 1), variance) if unbiased else variance
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:

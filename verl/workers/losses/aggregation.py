@@ -30,8 +30,8 @@ class LossTotals:
 
     @classmethod
     def of(cls, loss_mask: torch.Tensor) -> LossTotals:
-        """The totals of `loss_mask` [B, R] alone."""
-        per_sequence = loss_mask.bool().sum(-1)
+        """The totals of `loss_mask` [B, R] alone, of weights where it is no mask of zeros and ones."""
+        per_sequence = loss_mask.sum(-1)
         return cls(num_tokens=float(per_sequence.sum()), num_sequences=float((per_sequence > 0).sum()))
 
     def __add__(self, other: LossTotals) -> LossTotals:
@@ -89,8 +89,8 @@ def agg_loss(
     Raises ConfigError for another mode.
     """
     totals = totals or totals_in_force(loss_mask)
-    num_tokens = max(totals.num_tokens if batch_num_tokens is None else float(batch_num_tokens), 1.0)
-    num_sequences = max(totals.num_sequences if global_batch_size is None else float(global_batch_size), 1.0)
+    num_tokens = (totals.num_tokens if batch_num_tokens is None else float(batch_num_tokens)) or 1.0
+    num_sequences = (totals.num_sequences if global_batch_size is None else float(global_batch_size)) or 1.0
     if loss_agg_mode == "token-mean":
         return dp_size * masked_sum(loss_mat, loss_mask) / num_tokens
     if loss_agg_mode == "token-sum":

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint_engine.fit_process import Checkpoint
@@ -98,6 +102,32 @@ def test_what_a_loader_leaves_out_in_silence_is_told_unless_no_text_needs_it(tmp
         "a head of another dtype": (plain | {head: ("bfloat16", embedding[1])}, [f"{head} {embedding[1]} is left out"]),
     }
     assert_told(model, told, tmp_path, warm)
+
+
+def test_a_part_of_a_layer_of_pictures_is_told_where_the_model_has_the_layer():
+    from verl.checkpoint_engine.engines.vllm.fit import _Trial
+
+    class Sees(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.visual = torch.nn.ModuleDict({"norm": torch.nn.Linear(3, 2, bias=False)})
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            held: dict[str, Any] = dict(self.named_parameters())
+            for name, tensor in weights:
+                if name in held:
+                    held[name].weight_loader(held[name], tensor)
+            return set(held)
+
+    of_model = SimpleNamespace(quantization=None, hf_text_config=SimpleNamespace(num_hidden_layers=1))
+    config = SimpleNamespace(model_config=of_model, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    norm, bias, other = "visual.norm.weight", "visual.norm.bias", "visual.other.weight"
+    whole: Checkpoint = {norm: ("float32", [2, 3]), bias: ("float32", [2]), other: ("float32", [4])}
+    for tensors, left_out in ((whole, {bias}), (without(whole, norm), set())):
+        with torch.device("meta"):
+            trial = _Trial(Sees(), config)
+            trial.load_all(tensors)
+        assert trial.left_out(tensors) == left_out
 
 
 def shapes_of(model: Path) -> Checkpoint:

@@ -162,6 +162,10 @@ def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def _layer_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 @contextlib.contextmanager
 def _trial(vllm_config: Any) -> Iterator[_Trial]:
     # Quantizing needs values, and asks nothing else of a checkpoint than the plain model does.
@@ -323,15 +327,16 @@ class _Trial:
 
     def left_out(self, tensors: TensorShapes) -> frozenset[str]:
         """Those of which nothing has come into the model, and that were not refused, but for what it makes itself and
-        what no text needs."""
+        what no text needs. A layer of which it has taken a part is one that it has."""
         taken = self._refused.union(self._reads.names, *self.sources.values())
-        return frozenset(name for name in tensors.keys() - taken if self._matters(name, tensors[name][1]))
+        layers = {_layer_of(name) for name in taken}
+        return frozenset(name for name in tensors.keys() - taken if self._matters(name, tensors[name][1], layers))
 
-    def _matters(self, name: str, shape: list[int]) -> bool:
+    def _matters(self, name: str, shape: list[int], layers: Set[str]) -> bool:
         made = MADE_ANEW.search(name) is not None and (name.rpartition(".")[2] != "bias" or len(shape) == MASK_DIM)
         layer = re.search(r"\.layers\.(\d+)\.", name)
         guesses = layer is not None and self._num_layers <= int(layer[1]) < self._num_layers + self._num_guessing
-        return not (made or guesses or FOR_NO_TEXT.search(name))
+        return not (made or guesses or (FOR_NO_TEXT.search(name) and _layer_of(name) not in layers))
 
     @property
     def embeddings(self) -> frozenset[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoint_engine.kept_process import commit, plan_of
+from verl.checkpoint_engine.compat.sglang import stay_paused_while
 from verl.checkpoint_engine.engines.sglang import loader
 from verl.checkpoint_engine.engines.sglang.orders import (
     Order,
@@ -28,6 +31,7 @@ from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.memory.committed import committed_digest
 
 VERSION = {"q": torch.randn(4, 3), "k": torch.randn(2, 3), "norm": torch.randn(3), "head": torch.randn(5, 3)}
+TORN = Report(torn=True)
 ORDER = Order(reports="", arena_path="/arena", version=7, check=True)
 
 
@@ -140,6 +144,30 @@ def test_names_that_are_kept_wide_are_found_in_the_checkpoint(tmp_path: Path, ra
         assert reports_of(read_reports(reports), 1)[0].widened == expected
 
 
+def test_a_scheduler_goes_on_only_once_a_load_has_succeeded(monkeypatch: pytest.MonkeyPatch, caplog):
+    class Scheduler:
+        def __init__(self) -> None:
+            self._engine_paused = False
+
+    module = ModuleType("sglang.srt.managers.scheduler")
+    module.Scheduler = Scheduler
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(loader, "_held", Report())
+    scheduler = Scheduler()  # made before the first order, as SGLang does
+    for _ in range(2):
+        stay_paused_while(lambda: loader._held.torn)
+    assert not scheduler._engine_paused
+    scheduler._engine_paused = True
+    loader._held = TORN
+    scheduler._engine_paused = False
+    assert scheduler._engine_paused
+    assert "has torn the weights: this server stays paused" in caplog.text
+    loader._held = Report(version=1, digest="1")
+    assert not scheduler._engine_paused
+    scheduler._engine_paused = True
+    assert scheduler._engine_paused
+
+
 def test_a_failure_is_told_and_leaves_the_engine_alive(tmp_path: Path, rank_0: None):
     carry_out(Model(), Order(reports=str(tmp_path), arena_path=str(tmp_path / "gone"), version=3))
     with pytest.raises(ActivationError, match="rank 0: "):
@@ -174,6 +202,14 @@ def test_a_rank_says_what_it_holds_and_that_a_load_which_failed_has_torn_it(
         failed = answer(arena_path=str(arena.directory), version=7)
         assert (failed.version, failed.torn, answer().torn) == (None, True, True)
         assert "ZeroDivisionError" in failed.failed
+
+
+def test_what_another_rank_has_not_loaded_is_torn_on_this_one_too(monkeypatch: pytest.MonkeyPatch):
+    for others, torn in ((Report(version=7, digest="7"), False), (Report(version=6, digest="6"), True), (TORN, True)):
+        monkeypatch.setattr(loader, "_held", Report(version=7, digest="7"))
+        monkeypatch.setattr(loader, "among_ranks", lambda held, others=others: [held, others])
+        loader._held_by_all()
+        assert loader._held == (TORN if torn else others)
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):

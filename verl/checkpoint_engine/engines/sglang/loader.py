@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ...compat.sglang import among_ranks, stay_paused_while
 from ...errors import CheckpointEngineError
 from ...memory.committed import open_to_activate
 from .flow import Flow
@@ -29,11 +30,14 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carry out the order in `named_tensors` on this rank's `model`. Raises nothing that an order can cause."""
     ((text, _),) = named_tensors
     order = msgspec.json.decode(text, type=Order)
+    stay_paused_while(lambda: _held.torn)
     begin_s = time.perf_counter()
     try:
         report = _carried_out(model, order)
     except Exception as exc:  # noqa: BLE001 - whatever SGLang's loaders raise
         report = Report(failed=exc.message if isinstance(exc, CheckpointEngineError) else _told(exc))
+    if order.arena_path:
+        _held_by_all()
     held = {name: getattr(_held, name) for name in ("version", "digest", "torn")}
     report = msgspec.structs.replace(report, seconds=time.perf_counter() - begin_s, **held)
     with suppress(OSError):  # who asked is gone, or its disk is full: it misses the report
@@ -44,6 +48,14 @@ def _carried_out(model: Any, order: Order) -> Report:
     if order.directory:
         return _names_kept_wide(model, Path(order.directory))
     return _load_version(model, order) if order.arena_path else Report()
+
+
+def _held_by_all() -> None:
+    """What some ranks have loaded and others have not is torn on each: one of them would wait for the others."""
+    global _held
+    everybody = among_ranks(_held)
+    if any(held.torn or held.digest != _held.digest or held.version != _held.version for held in everybody):
+        _held = Report(torn=True)
 
 
 def _load_version(model: Any, order: Order) -> Report:

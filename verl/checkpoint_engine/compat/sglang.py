@@ -1,0 +1,61 @@
+"""SGLang 0.5.23: what a weight loader, which is in the process of a rank's scheduler, asks of that. Imported by all;
+where no SGLang is loaded, there is no scheduler."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+PAUSED = "_engine_paused"
+"""What a scheduler asks itself before each batch. No public name stops it for good."""
+
+
+def stay_paused_while(is_torn: Callable[[], bool]) -> None:
+    """Have the scheduler of this rank generate nothing as long as that holds, whoever calls `/continue_generation`.
+    Requests wait. Idempotent."""
+    scheduler = _scheduler_class()
+    if scheduler is None or PAUSED in vars(scheduler):
+        return
+
+    def is_paused(self: Any) -> bool:
+        return vars(self).get(PAUSED, False) or is_torn()
+
+    def set_paused(self: Any, paused: bool) -> None:
+        if not paused and is_torn():
+            logger.error("a load that failed has torn the weights: this server stays paused until one succeeds")
+        vars(self)[PAUSED] = paused
+
+    setattr(scheduler, PAUSED, property(is_paused, set_paused))
+
+
+def asleep() -> list[str]:
+    """What of this rank's memory was given back (`/release_memory_occupation`). Only its scheduler knows, and a loader
+    is not told who that is."""
+    scheduler = _scheduler_class()
+    if scheduler is None:
+        return []
+    ours = (found for found in gc.get_objects() if issubclass(type(found), scheduler))
+    return sorted({tag for found in ours for tag in found.weight_updater.offload_tags})
+
+
+def among_ranks(value: Any) -> list[Any]:
+    """`value` of every rank of this SGLang. All of them call it, wherever a rank is alone, too."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return [value]
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
+def _scheduler_class() -> Any:
+    return getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)

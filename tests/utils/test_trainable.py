@@ -237,9 +237,16 @@ def test_models_of_another_kind_are_refused_in_a_sentence(model_dir, kind, said)
         assert len(refusal) < 350
 
 
+@pytest.mark.parametrize("kind", ["prophetnet", "bart", "marian"])
+def test_the_decoder_of_a_model_with_an_encoder_is_refused_in_a_sentence(model_dir, kind):
+    CONFIG_MAPPING[kind](is_encoder_decoder=False, is_decoder=True).save_pretrained(model_dir)
+    assert all("is the decoder of a model with an encoder" in refusal for refusal in refusals(model_dir))
+
+
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
+        ("llama", {"is_causal": False}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("gemma3", {"text_config": {"use_bidirectional_attention": True}}),
     ],

@@ -96,6 +96,7 @@ def _require_language_model(config: PretrainedConfig, key: str) -> None:
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     )
 
     config = language_config(config)
@@ -118,8 +119,16 @@ def _require_language_model(config: PretrainedConfig, key: str) -> None:
     own = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
         raise ConfigError(f"{key}: {config.model_type} ({what}) is no causal language model of transformers")
+    if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{key}: {config.model_type} ({what}) is the decoder of a model with an encoder: give a causal language "
+            "model of its own"
+        )
+    text = config.get_text_config()
     filler = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in FILLERS
-    if filler or getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+    ahead = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    ahead = ahead or getattr(text, "is_causal", None) is False
+    if filler or ahead:
         raise ConfigError(
             f"{key}: {config.model_type} ({what}) also looks at the tokens behind one, which are not there when it is "
             "sampled: give a causal language model"

@@ -246,3 +246,20 @@ def test_a_model_that_changes_its_parameters_while_it_computes_is_refused():
     assert found.way is Way.NONE
     assert "RwkvForCausalLM changes its parameters while it computes" in found.why
     assert find_decoding(config, build, None) == Found(None, found.why)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", ARCHITECTURES["llama"].config | {"is_causal": False}),
+        ("bert-generation", {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}),
+        ("cpmant", {"hidden_size": 32, "num_attention_heads": 2, "dim_head": 16, "num_hidden_layers": 2}),
+        ("prophetnet", {"is_decoder": True, "is_encoder_decoder": False, "num_decoder_layers": 1}),
+    ],
+)
+def test_a_model_that_looks_at_later_tokens_is_refused_whatever_its_config_says(model_type, fields):
+    config = CONFIG_MAPPING[model_type](**fields)
+    found = find_way(config, build, None, furthest=Way.PACKED)
+    assert found.way is Way.NONE
+    assert "also looks at the tokens behind one, which are not there when it is sampled" in found.why
+    assert find_decoding(config, build, None) == Found(None, found.why)

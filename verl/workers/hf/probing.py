@@ -225,6 +225,15 @@ class Probe:
         expected = right if position is None else right[position]
         return bool((values.float() - expected).abs().max() <= TOLERANCE * right.std())
 
+    def looks_ahead(self) -> str:
+        """In words, where logits are not of a next token that is sampled after what is before it; empty if they are."""
+        few = 3
+        before, whole = self.alone(self.sequences[0][:few]), self._right[0]
+        if (before - whole[:few]).abs().max() <= TOLERANCE * whole.std():
+            return ""
+        name = type(self.model).__name__
+        return f"{name} also looks at the tokens behind one, which are not there when it is sampled"
+
     def changes_parameters(self) -> str:
         """In words, after a computation; empty if it has not. RWKV divides some for inference."""
         if all(map(torch.equal, self._weights, self.model.parameters())):
@@ -233,6 +242,8 @@ class Probe:
 
     def find(self, furthest: Way, shared: bool) -> Finding:
         name = type(self.model).__name__
+        if problem := self.looks_ahead():
+            return Finding(Way.NONE, problem)
         if self._differs(in_rows, [(index,) for index in range(len(LENGTHS))]):
             return self._not_further(Way.NONE, f"{name} computes something else in rows of one sequence")
         if self.changes_parameters():

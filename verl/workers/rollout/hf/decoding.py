@@ -62,6 +62,8 @@ class _Decoded:
         """Logits after so many tokens of a sequence, by the untouched model that has no others."""
 
     def find(self) -> Found:
+        if ahead := self._probe.looks_ahead():
+            return Found(None, ahead)
         why = ""
         for decoding in sorted(Decoding, reverse=True):
             problem = self._what_differs(decoding)

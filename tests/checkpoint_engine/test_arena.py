@@ -191,7 +191,7 @@ def test_a_reader_of_an_arena_that_is_gone_is_refused(arena: NodeArena):
 def test_a_version_that_is_given_up_while_it_is_opened_is_refused(arena: NodeArena):
     commit(arena, 4)
     next(arena.directory.glob("*.manifest")).unlink()
-    with pytest.raises(IntegrityError, match="given up while it was being opened"):
+    with pytest.raises(IntegrityError, match="removed while it was being opened"):
         next(read_committed(arena.directory, 4))
 
 

@@ -177,7 +177,7 @@ class TrainerOf:
 async def test_a_rank_serves_nothing_but_what_it_has_published(tmp_path: Path):
     async with fleet_of(tmp_path) as fleet:
         await fleet.manager.update_weights(1)
-        with pytest.raises(TransportError, match="asked for version 7, but version 1 is what was published"):
+        with pytest.raises(TransportError, match="version 7 was requested, but version 1 is published"):
             await fleet.trainers[0].serve(7)
 
 

@@ -113,7 +113,7 @@ def test_what_the_model_keeps_wide_and_came_rounded_is_refused():
     model.norm.data = model.norm.data.float()
     report = loaded(model, version)
     assert report.widened == ["norm"]
-    with pytest.raises(ActivationError, match="keeps norm in float32, and they came rounded"):
+    with pytest.raises(ActivationError, match="keeps norm in float32, but they came rounded"):
         checked({0: report}, ORDER)
 
 
@@ -192,7 +192,7 @@ def test_a_rank_says_what_it_holds_and_that_a_load_which_failed_has_torn_it(
         commit(arena, plan, 7, VERSION)
         held = answer(arena_path=str(arena.directory), version=7, check=True)
         assert held.digest == held_digest({0: answer()}, 7) == committed_digest(arena.directory, 7)
-        with pytest.raises(ActivationError, match="ranks 0 of SGLang do not hold what they were told to load"):
+        with pytest.raises(ActivationError, match="ranks 0 of SGLang do not hold the version that they were to load"):
             held_digest({0: answer()}, 8)
         with pytest.raises(ActivationError, match="the ranks of SGLang do not hold"):
             held_digest({0: answer(), 1: Report(version=7, digest="other")}, 7)

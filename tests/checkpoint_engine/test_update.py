@@ -294,7 +294,7 @@ def test_an_engine_with_another_weight_transfer_is_told_the_flag(model: Path, ca
 
 def test_a_server_of_another_kind_is_not_taken_for_vllm(model: Path, capfd, answering):
     url = answering({"/get_world_size": (200, {"hello": "world"})})
-    assert f"what answers at {url} is not vLLM" in refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
+    assert f"the server at {url} is not vLLM" in refusal(capfd, "--checkpoint-path", model, "--endpoint", url)
 
 
 def test_data_parallel_engines_behind_one_server_are_refused(model: Path, capfd, answering):

@@ -69,8 +69,8 @@ async def test_methods_are_called_in_verl_s_order_for_every_version(tmp_path: Pa
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("name", "it gave 'another', which is no tensor of the model"),
-        ("shape", r"it gave 'w' as float32\[64\], not float32\[8, 8\]"),
+        ("name", "it sent 'another', which is no tensor of the model"),
+        ("shape", r"it sent 'w' as float32\[64\], not float32\[8, 8\]"),
         ("raises", "QueueEngine.send_weights: ValueError: out of tokens"),
         ("few", r"receive_weights ended without 1 tensors: z"),
         ("bit", "are not what the trainer sent"),

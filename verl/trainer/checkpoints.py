@@ -114,7 +114,7 @@ class CheckpointDirectory:
         other = self._newest_whole(but=path)
         if other is None or not self._config.resume_fallback:
             raise ConfigError(f"{why}{self._offer(path)}; {_AGAIN}")
-        logger.warning("%s; going on from %s, as trainer.resume_fallback=true says", why, other)
+        logger.warning("%s; going on from %s (trainer.resume_fallback=true)", why, other)
         return other
 
     def _offer(self, path: Path) -> str:

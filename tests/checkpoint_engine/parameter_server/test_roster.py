@@ -156,7 +156,7 @@ def test_a_rank_that_says_nothing_is_named(place: Place):
             done.set()
 
     late, _ = together(waiting, silent)
-    with pytest.raises(TransportTimeout, match="^rank 1 not through with 'sizes' within 2.0 s; done: rank 0"):
+    with pytest.raises(TransportTimeout, match="^rank 1 has not finished 'sizes' within 2.0 s; done: rank 0"):
         late.result()
 
 

@@ -103,7 +103,7 @@ def test_a_status_is_not_believed(served: Served, shm: Path):
     with WeightPublisher(tensors(1), [url]) as publisher:
         publisher.push(1)
         vllm.sleeps_through = True
-        with pytest.raises(SyncAborted, match="loaded what .* was told to load, though it did not refuse"):
+        with pytest.raises(SyncAborted, match="loaded the version of .*, though it did not refuse"):
             publisher.push(2)
         assert vllm.version == "1"
         vllm.sleeps_through = False
@@ -133,7 +133,7 @@ def test_answers_that_lag_are_found_out_before_anything_is_paused(shm: Path):
             vllm.rpc("finish")  # as others provoke it: rank 1 has refused, too, and nobody has read that
         vllm.log.clear()
         with pytest.raises(
-            ConfigError, match="do not say what they hold .*without a matching start.*: restart the server"
+            ConfigError, match="do not report their version .*without a matching start.*: restart the server"
         ):
             publisher.push(2)
         with pytest.raises(ActivationError, match="return the answer of an earlier call"):
@@ -184,7 +184,7 @@ def test_a_server_that_is_started_anew_after_it_has_loaded_is_not_said_to_serve_
     vllm, url = served
     with WeightPublisher(tensors(1), [url]) as publisher:
         vllm.before = lambda path: vllm.start() if path == "/resume" else None
-        with pytest.raises(SyncAborted, match="have not loaded what"):
+        with pytest.raises(SyncAborted, match="have not loaded the version"):
             publisher.push(1)
         vllm.before = lambda path: None
         publisher.push(2)

@@ -77,7 +77,7 @@ def node_process(key: Path, place: str) -> Iterator[subprocess.Popen]:
 
 
 def test_a_push_of_trls_that_would_end_what_is_in_flight_is_refused():
-    with pytest.raises(ConfigError, match="pause_mode=abort: TRL takes what was aborted as whole"):
+    with pytest.raises(ConfigError, match="pause_mode=abort: TRL would train on aborted responses"):
         TRLWeightTransfer(["http://127.0.0.1:8000"], config={"pause_mode": "abort"})
 
 

@@ -195,7 +195,7 @@ async def test_what_the_other_end_has_not_sent_ends_the_connection(tmp_path: Pat
         await link.send(call)
         with pytest.raises((EOFError, OSError)):
             await link.receive()
-        assert "cut off, for it sent a message that the other end has not sent" in caplog.text
+        assert "cut off, for it sent a message without the other end's signature" in caplog.text
 
 
 async def test_what_is_no_call_of_a_node_is_answered_with_an_error(tmp_path: Path):

@@ -85,7 +85,7 @@ async def test_only_a_directory_that_was_made_for_answers_is_read_and_only_once(
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("name", "said"), [("zero.json", "cannot be read"), ("0.json", "wrote what is no report")])
+@pytest.mark.parametrize(("name", "said"), [("zero.json", "cannot be read"), ("0.json", "cannot be decoded")])
 async def test_what_is_no_report_is_an_error_of_the_activation(place: str, name: str, said: str, tmp_path: Path):
     async with reports_at(place, tmp_path) as reports:
         directory = await reports.make()
@@ -97,7 +97,7 @@ async def test_what_is_no_report_is_an_error_of_the_activation(place: str, name:
 @pytest.mark.parametrize("place", PLACES)
 async def test_a_directory_that_cannot_be_made_is_an_error_of_the_activation(place: str, tmp_path: Path):
     async with reports_at(place, tmp_path / "missing") as reports:
-        with pytest.raises(ActivationError, match="there is no directory .* No such file"):
+        with pytest.raises(ActivationError, match="no directory can be made .* No such file"):
             await reports.make()
 
 
@@ -106,7 +106,7 @@ async def test_a_process_that_is_gone_before_ranks_have_answered_is_named(tmp_pa
         node = remote(process.port, CheckpointEngineConfig.from_mapping({"backend": "tcp"}))
         reports = ReportsThere(lambda: node)
         directory = await reports.make()
-    with pytest.raises(ActivationError, match=rf"cannot be had: .*127\.0\.0\.1:{process.port}"):
+    with pytest.raises(ActivationError, match=rf"cannot be fetched: .*127\.0\.0\.1:{process.port}"):
         await reports.take(directory)
     await node.close()
     assert soon(lambda: left_in(tmp_path) == [])

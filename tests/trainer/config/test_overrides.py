@@ -67,7 +67,7 @@ SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model",
             "async_training.use_trainer_do_validate=true",
             "is not supported here with true: the rollout engines validate",
         ),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode", "rollout_correction.bypass_mode=true says"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode", "as with algorithm.rollout_correction.bypass_mode=true"),
         ("algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction: rollout_rs=token_k1 needs"),
     ],
 )

@@ -176,8 +176,8 @@ def test_a_ray_of_the_environment_that_cannot_be_joined_is_told_before_anything_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_cpu": 2}, "ray_kwargs.ray_init.num_cpu: ray.init does not take it. Did you mean 'num_cpus'?"),
-        ({"kwargs": 2}, "ray_kwargs.ray_init.kwargs: ray.init does not take it"),
+        ({"num_cpu": 2}, "ray_kwargs.ray_init.num_cpu: ray.init has no such argument. Did you mean 'num_cpus'?"),
+        ({"kwargs": 2}, "ray_kwargs.ray_init.kwargs: ray.init has no such argument"),
         ({"address": "127.0.0.1:1"}, "ray_init.address=127.0.0.1:1: no Ray can be reached there: .*refused"),
         ({"address": "ray://127.0.0.1:1"}, "ray_init.address=ray://127.0.0.1:1: no Ray can be reached there"),
     ],

@@ -139,7 +139,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
 
     def serve_weights(self, version: int) -> int:
         if self._published != version:
-            message = f"asked for version {version}, but version {self._published} is what was published"
+            message = f"version {version} was requested, but version {self._published} is published"
             raise TransportError(message, version=version, phase="stage")
         deadline = Deadline(self.config.deadlines.stage_s * OWN_SHARE)
         for owner, messages in self._groups.messages.items():

@@ -111,7 +111,7 @@ class MooncakeWire(Wire):
     def is_done(self, transfer: int) -> bool:
         status = self._engine.transfer_check_status(transfer)
         if status == TIMED_OUT:
-            raise TransportError("Mooncake gave a read up after its own time limit")
+            raise TransportError("Mooncake ended a read at its own time limit")
         if status == FAILED:
             raise TransportError("a read failed: its process is gone or unreachable")
         return bool(status == DONE)

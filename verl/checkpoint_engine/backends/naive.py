@@ -93,7 +93,7 @@ class NaiveEngine(CheckpointEngineWithCache):
     def serve_weights(self, version: int) -> int:
         """Bring this rank's pieces from the slot that has them to the other slots of this host, and to other hosts."""
         if self._published is None or self._published[0] != version:
-            raise TransportError("that version is not what was published", version=version, phase="stage")
+            raise TransportError("the requested version is not the published one", version=version, phase="stage")
         (first, pieces), *others = (self._mapped[path] for path in self._published[1])
         for _, other in others:
             for written, place in zip(pieces.places(self._held), other.places(self._held), strict=True):

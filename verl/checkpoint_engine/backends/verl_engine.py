@@ -189,7 +189,7 @@ class VerlEngine(CheckpointEngineWithCache):
         async def receive() -> None:
             async for name, tensor in _both_ways(await _awaited_iterator(self._engine.receive_weights())):
                 if name not in missing:
-                    raise TransportError(f"it gave {name!r}, which is no tensor of the model or came before")
+                    raise TransportError(f"it sent {name!r}, which is no tensor of the model, or was sent before")
                 spec, offset = missing.pop(name)
                 _check(spec, tensor)
                 slot[offset : offset + spec.nbytes].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
@@ -328,7 +328,7 @@ def _windows(plan: SyncPlan, nbytes: int) -> Iterator[tuple[int, int, list[tuple
 def _check(spec: TensorSpec, tensor: torch.Tensor) -> None:
     found, expected = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), (spec.dtype, tuple(spec.shape))
     if found != expected:
-        raise TransportError(f"it gave {spec.name!r} as {found[0]}{list(found[1])}, not {spec.dtype}{list(spec.shape)}")
+        raise TransportError(f"it sent {spec.name!r} as {found[0]}{list(found[1])}, not {spec.dtype}{list(spec.shape)}")
 
 
 def _dealt(arguments: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:

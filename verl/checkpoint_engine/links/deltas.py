@@ -222,7 +222,7 @@ class NodeDeltas:
         places, end = {}, 0
         for owner, nbytes in offered.items():
             if not 0 < nbytes <= self._room[owner] or nbytes % 8:
-                raise TransportError(f"it says that it has {nbytes} bytes of deltas", member=f"trainer-{owner}")
+                raise TransportError(f"it reports {nbytes} bytes of deltas", member=f"trainer-{owner}")
             places[owner] = Range(0, end, nbytes)
             end += align(nbytes)
         return places
@@ -247,7 +247,7 @@ class NodeDeltas:
                 data = self.bytes[place.dst_offset : place.dst_offset + place.nbytes]
                 deltas.append(Deltas.parse(self._plan, owner, data))
             except TransportError as exc:
-                logger.warning("%s; its pieces have to come whole", exc)
+                logger.warning("%s; its pieces are fetched whole", exc)
         applier = Applier(self._plan, base[1].bytes.numpy(), slot, arrived)
         wrong = applier.apply(deltas, threads=memory_threads(), stopped=stopped)
         return {one.owner for one in deltas}, wrong

@@ -133,7 +133,7 @@ def open_committed(
                 stack.callback(view.close)
         except FileNotFoundError as exc:
             raise IntegrityError(
-                f"version {version} was given up while it was being opened: {exc}", version=version, phase="activate"
+                f"version {version} was removed while it was being opened: {exc}", version=version, phase="activate"
             ) from exc
         yield manifest, view
 

@@ -82,7 +82,7 @@ class Endpoint(HttpServer):
                 ) from exc
             raise
         except (KeyError, TypeError) as exc:
-            raise ConfigError(f"what answers at {self.url} is not vLLM: correct --endpoint") from exc
+            raise ConfigError(f"the server at {self.url} is not vLLM: correct --endpoint") from exc
         except TransportError as exc:
             raise TransportError(
                 f"no vLLM answers at {self.url} ({exc.message}): start it, or correct --endpoint"
@@ -120,7 +120,7 @@ class Endpoint(HttpServer):
             said = self.call("POST", "/collective_rpc", body)
         except Refused as exc:
             raise ConfigError(
-                f"the workers at {self.url} do not say what they hold ({exc.message}): start vLLM with {FLAG}. If it "
+                f"the workers at {self.url} do not report their version ({exc.message}): start vLLM with {FLAG}. If it "
                 "was, a refusal of another call has left answers unread: restart the server"
             ) from exc
         return answers_to(asked, said.get("results") if isinstance(said, dict) else said, self.url)
@@ -182,7 +182,7 @@ class Endpoint(HttpServer):
         answers = self._ask("look")
         require_loaded(answers, load, update_info.get("version"), self.url)
         if (said := self.version()) != version:
-            raise ActivationError(f"{self.url} says that it serves {said!r}, and has loaded {version!r}")
+            raise ActivationError(f"{self.url} reports version {said!r}, but has loaded {version!r}")
         self.call("POST", "/reset_prefix_cache?reset_running_requests=true")
         self._loaded = load, update_info.get("version")
         return answers[0].digest

@@ -115,7 +115,7 @@ class Roster:
                     late = ", ".join(f"rank {rank}" for rank in self.ranks if rank not in answers)
                     done = ", ".join(f"rank {rank}" for rank in sorted(answers)) or "none"
                     raise TransportTimeout(
-                        f"{late} not through with '{topic}' within {deadline.timeout_s:.1f} s; done: {done}"
+                        f"{late} has not finished '{topic}' within {deadline.timeout_s:.1f} s; done: {done}"
                         + self.quiet()
                     )
                 self._wait(deadline)

@@ -179,7 +179,7 @@ def answers_to(order: Order, said: object, url: str) -> Sequence[Answer]:
     try:
         answers = msgspec.convert(said, list[Answer]) if not lags else []
     except msgspec.ValidationError as exc:
-        raise ActivationError(f"the workers of {url} do not say what they hold: {said!r:.300}", member=url) from exc
+        raise ActivationError(f"the workers of {url} do not report their version: {said!r:.300}", member=url) from exc
     if not answers or any(answer.number != order.number for answer in answers):
         raise ActivationError(
             f"the workers of {url} return the answer of an earlier call: a refused call left answers unread. "
@@ -213,4 +213,4 @@ def require_loaded(answers: Sequence[Answer], load: str, version: int | None, ur
     late = [str(answer.rank) for answer in answers if answer.load != load or answer.version != version]
     if late or len({answer.digest for answer in answers}) != 1:
         named = f"ranks {', '.join(late)} have not" if late else "ranks have not all"
-        raise ActivationError(f"{named} loaded what {url} was told to load, though it did not refuse", member=url)
+        raise ActivationError(f"{named} loaded the version of {url}, though it did not refuse", member=url)

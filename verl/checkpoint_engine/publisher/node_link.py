@@ -131,7 +131,7 @@ class Link:
         tag = await self._reader.readexactly(PROOF_NBYTES)
         payload = await self._reader.readexactly(nbytes)
         if not hmac.compare_digest(tag, _tag(self._session, self._other, self._received, payload)):
-            raise TransportError("a message that the other end has not sent")
+            raise TransportError("a message without the other end's signature")
         self._received += 1
         return unpacked(payload, Message, "a message")  # type: ignore[arg-type]
 

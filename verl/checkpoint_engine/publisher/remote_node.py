@@ -169,4 +169,4 @@ class ReportsThere:
         try:
             return await self._node().ask(method, arguments)
         except TransportError as exc:
-            raise ActivationError(f"what SGLang's ranks answer cannot be had: {exc.message}") from exc
+            raise ActivationError(f"the answers of SGLang's ranks cannot be fetched: {exc.message}") from exc

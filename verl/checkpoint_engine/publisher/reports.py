@@ -58,7 +58,7 @@ class ReportsHere:
                 self._janitor = Janitor(self._root)
             directory = tempfile.mkdtemp(dir=self._root)
         except OSError as exc:
-            raise ActivationError(f"there is no directory for what SGLang's ranks answer: {exc}") from exc
+            raise ActivationError(f"no directory can be made for the answers of SGLang's ranks: {exc}") from exc
         self._made.add(directory)
         return directory
 
@@ -69,7 +69,7 @@ class ReportsHere:
         try:
             return read_reports(Path(directory))
         except (OSError, ValueError) as exc:
-            raise ActivationError(f"what SGLang's ranks answered cannot be read: {exc}") from exc
+            raise ActivationError(f"the answers of SGLang's ranks cannot be read: {exc}") from exc
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 

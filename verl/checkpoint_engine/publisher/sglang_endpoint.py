@@ -81,7 +81,7 @@ class SGLangEndpoint(HttpServer):
         serves_adapters = about.get("enable_lora")
         if serves_adapters or (serves_adapters is None and about.get("lora_paths")):
             raise ConfigError(
-                f"the SGLang at {self.url} serves LoRA adapters, under whose layers names are others: start it without "
+                f"the SGLang at {self.url} serves LoRA adapters, which change the names of layers: start it without "
                 "--enable-lora and --lora-paths"
             )
         if about.get("enable_eplb"):
@@ -140,7 +140,7 @@ class SGLangEndpoint(HttpServer):
             raise ActivationError(f"what {self.url} holds is torn by a load that failed: it stays paused")
         self.call("POST", "/continue_generation", {})
         if self._loaded is not None and (said := self.version()) != str(self._loaded):
-            raise ActivationError(f"{self.url} says that it serves {said!r}, and has loaded '{self._loaded}'")
+            raise ActivationError(f"{self.url} reports version {said!r}, but has loaded '{self._loaded}'")
 
     def version(self) -> str:
         """What it says that it serves; `default` for the weights that it started with."""

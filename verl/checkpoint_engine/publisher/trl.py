@@ -51,7 +51,7 @@ class TRLWeightTransfer:
         urls_of(endpoints)
         settings = KEEPS | dict(config or {})
         if settings["pause_mode"] == "abort":
-            raise ConfigError("checkpoint_engine.pause_mode=abort: TRL takes what was aborted as whole: keep, or wait")
+            raise ConfigError("checkpoint_engine.pause_mode=abort: TRL would train on aborted responses: keep, or wait")
         self._endpoints, self._server_timeout_s = endpoints, server_timeout_s
         self._options: dict[str, Any] = {
             "dtype": dtype,

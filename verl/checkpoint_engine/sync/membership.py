@@ -168,7 +168,7 @@ class Membership:
         """Bring the version in service to `node` alone."""
         deadlines = self._config.deadlines
         if held is None:  # a version is in service, but the trainer ranks that published it are not there any more
-            raise TransportError("nobody has the version in service until the next sync", member=node.name)
+            raise TransportError("no rank has the version in service until the next sync", member=node.name)
         version = held.version
 
         async def step(phase: str, timeout_s: float, call: Awaitable[T]) -> T:

@@ -167,7 +167,7 @@ class TrainerRank(Participant):
         """
         copy = self._copy
         if copy is None or copy.version != version:
-            raise TransportError("that version is not what was published", version=version, member=self.name)
+            raise TransportError("the requested version is not the published one", version=version, member=self.name)
         return await asyncio.shield(asyncio.wrap_future(copy.published))
 
     async def serve(self, version: int) -> int:

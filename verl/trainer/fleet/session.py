@@ -64,7 +64,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     known = set(inspect.signature(ray.init).parameters) - {"kwargs"}
     for name in arguments:
         if name not in known and not name.startswith("_"):  # Ray's private ones are not in its signature
-            raise ConfigError(f"{KEY}.{name}: ray.init does not take it.{did_you_mean(name, known)}")
+            raise ConfigError(f"{KEY}.{name}: ray.init has no such argument.{did_you_mean(name, known)}")
     address, said_by = address_of(arguments)
     if address.startswith(("http://", "https://")):
         raise ConfigError(

@@ -131,8 +131,8 @@ class RayPPOTrainer:
         prompts, generated = config.data.train_batch_size, config.data.gen_batch_size
         if prompts == 0:
             raise ConfigError(
-                "data.train_batch_size must be positive, not 0, which fully asynchronous runs replace by what "
-                "async_training.require_batches says"
+                "data.train_batch_size must be positive, not 0: only fully asynchronous runs compute it, from "
+                "async_training.require_batches"
             )
         if generated not in (None, prompts) and not config.algorithm.filter_groups.enable:
             raise ConfigError(

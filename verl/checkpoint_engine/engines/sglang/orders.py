@@ -73,7 +73,7 @@ def reports_of(written: Mapping[int, bytes], ranks: int) -> dict[int, Report]:
     try:
         reports = {rank: msgspec.json.decode(text, type=Report) for rank, text in written.items()}
     except msgspec.DecodeError as exc:
-        raise ActivationError(f"a rank of SGLang wrote what is no report: {exc}") from exc
+        raise ActivationError(f"the report of a rank of SGLang cannot be decoded: {exc}") from exc
     if failed := [f"rank {rank}: {report.failed}" for rank, report in reports.items() if report.failed]:
         raise ActivationError("; ".join(failed))
     if silent := sorted(set(range(ranks)) - reports.keys()):
@@ -94,7 +94,7 @@ def checked(reports: dict[int, Report], order: Order) -> EngineCheckResult | Non
     if unread := set.intersection(*(set(report.unread) for report in reports.values())):
         problems.append(f"the model takes nothing from {_named(sorted(unread))}")
     if widened := sorted({name for report in reports.values() for name in report.widened}):
-        problems.append(f"SGLang keeps {_named(widened)} in float32, and they came rounded: set rollout.dtype=float32")
+        problems.append(f"SGLang keeps {_named(widened)} in float32, but they came rounded: set rollout.dtype=float32")
     if problems:
         raise ActivationError("; ".join(problems), version=order.version, phase="activate")
     return EngineCheckResult(
@@ -109,7 +109,7 @@ def held_digest(reports: dict[int, Report], version: int) -> str:
     digests = {report.digest for report in reports.values()}
     if late or len(digests) != 1:
         named = f"ranks {', '.join(late)} of SGLang do" if late else "the ranks of SGLang do"
-        raise ActivationError(f"{named} not hold what they were told to load", version=version, phase="activate")
+        raise ActivationError(f"{named} not hold the version that they were to load", version=version, phase="activate")
     return digests.pop()
 
 

@@ -208,7 +208,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """On all ranks alike."""
         if not self._all_agree(self.ledger.is_free_for(writer)):
             self.ledger.require(writer)
-            raise ActivationError("on another rank the server is being written by somebody else")
+            raise ActivationError("another publisher writes to the server, as another rank found")
 
     def _receive(self, update_info: ArenaUpdateInfo) -> str:
         """The digest of the version, where it comes with one."""
@@ -249,7 +249,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         except ConfigError as exc:
             why = exc
         if not self._all_agree(why is None):
-            raise why or ConfigError("the files are not as they were on another rank")
+            raise why or ConfigError("the files have changed, as another rank found")
 
         def weights() -> Weights:
             return stored_tensors(files)

@@ -148,8 +148,8 @@ def policy_loss(value: Any, at: Values) -> Any:
         return value
     if at("actor_rollout_ref.actor.use_rollout_log_probs") is not True:
         raise ConfigError(
-            "the loss takes the rollout engine's log-probs for the old ones, which "
-            "algorithm.rollout_correction.bypass_mode=true says: set that alone"
+            "the loss uses the rollout engine's log-probs as the old ones, as with "
+            "algorithm.rollout_correction.bypass_mode=true: set that alone"
         )
     return "vanilla"
 

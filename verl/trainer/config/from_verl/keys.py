@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {
     **{
         f"{section}.reward_kwargs.*": Refused(
             why="it has max_resp_len and overlong_buffer_cfg; a reward manager of your own gets the configuration, and "
-            "finds there what it wants in custom_reward_function.reward_kwargs"
+            "reads its own keys in custom_reward_function.reward_kwargs"
         )
         for section in ("reward", REWARD)
     },
@@ -233,7 +233,7 @@ RULES: dict[str, Rule] = {
         "is appended to them"
     ),
     "data.continuous_token.model_family": NoEffect(
-        why="what stands between turns is asked of the chat template, whatever the family"
+        why="the chat template gives the tokens between turns, for every family"
     ),
     "data.trust_remote_code": NoEffect(
         why=f"code from a model's directory is run with {POLICY}.model.trust_remote_code alone"

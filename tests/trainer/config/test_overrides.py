@@ -67,7 +67,7 @@ SECTIONS = ("trainer", "data", "algorithm", "checkpoint_engine", "reward_model",
             "async_training.use_trainer_do_validate=true",
             "is not supported here with true: the rollout engines validate",
         ),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode", "as with algorithm.rollout_correction.bypass_mode=true"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode", "rollout_correction.bypass_mode=true: set that"),
         ("algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction: rollout_rs=token_k1 needs"),
     ],
 )

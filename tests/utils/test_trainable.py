@@ -118,6 +118,15 @@ def test_a_directory_of_adapters_and_one_of_gguf_are_told_what_to_give_instead(m
         resolve_model_path(model_dir)
 
 
+def test_mistrals_own_format_is_told_what_to_give_instead(model_dir):
+    (model_dir / "model.safetensors").rename(model_dir / "consolidated-00001-of-00001.safetensors")
+    with pytest.raises(ConfigError, match=r"in Mistral's own format, which is not read: give the model\*.safetensors"):
+        weight_tensors(resolve_model_path(model_dir), KEY)
+    (model_dir / "config.json").rename(model_dir / "params.json")
+    with pytest.raises(ConfigError, match=r"format of its authors \(params.json\): give the Hugging Face version"):
+        resolve_model_path(model_dir)
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [

@@ -64,6 +64,8 @@ def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True, key: st
         what = "it is no Hugging Face model directory"
         if (directory / "adapter_config.json").is_file():
             what = f"it holds adapters alone: give a merged copy, which `{MERGE}` of peft writes"
+        elif (directory / "params.json").is_file():
+            what = "it has the format of its authors (params.json): give the Hugging Face version of the same model"
         raise ConfigError(f"{key}={str(path)!r} has no config.json: {what}")
     if not any(next(directory.glob(pattern), None) for pattern in WEIGHT_FILES):
         gguf = "; GGUF, which is quantised, is not read: give the checkpoint that it was made of"

@@ -103,6 +103,11 @@ def _header(path: Path, key: str) -> Tensors:
 
 
 def _other_weights(directory: Path) -> str:
+    if any(directory.glob("consolidated*.safetensors")):
+        return (
+            ". Its consolidated*.safetensors are in Mistral's own format, which is not read: give the "
+            "model*.safetensors that most such repositories have beside them, or a converted version of the model"
+        )
     if not any(directory.glob("*.bin")):
         return "; other formats are not read"
     return (

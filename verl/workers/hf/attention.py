@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from transformers import PretrainedConfig
 
 from verl.utils.config import ConfigError
@@ -9,6 +11,21 @@ from verl.utils.model import EXACT
 
 KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", EXACT)
+
+PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Where transformers finds them. It takes `kernels` in the place of either."""
+
+
+def require_attention(asked: str | None, device: str) -> None:
+    """Raises ConfigError for an implementation that has no package, or no backward pass on `device`. On the driver."""
+    package = PACKAGES.get(str(asked))
+    if device == "cpu" and (package or asked == "flex_attention"):
+        why = "is not trained on CPUs"
+    elif device == "cuda" and package and not (find_spec(package) or find_spec("kernels")):
+        why = f"needs the package {package!r}, which is not installed"
+    else:
+        return
+    raise ConfigError(f"{KEY}={asked} {why}: leave the key out for torch's own fused attention (sdpa)")
 
 
 def attention_implementation(config: PretrainedConfig, asked: str | None = None) -> str | None:

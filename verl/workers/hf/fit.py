@@ -17,6 +17,8 @@ from verl.utils.trainable import require_trainable
 from verl.workers.hf.conversion import Conversion, conversion_of
 
 SHOWN = 3
+_OF_VALUES = re.compile(r"^(score|classifier)\.")
+"""Names of layers in the place of the head."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -34,6 +36,10 @@ def require_fit(config: PretrainedConfig, tensors: Tensors, key: str, *, remote:
     found = conversion_of(model, shapes, may_lack=() if needs_head else _of_head_alone(model))
     stored = {name: tensors[name][0] for name in _of_numbers(model, found)}
     require_trainable(config, key, beside_model=(*found.unexpected, *found.aside), stored=stored)
+    if values := [name for name in (*found.unexpected, *found.aside) if needs_head and _OF_VALUES.search(name)]:
+        raise ConfigError(
+            f"{key}: the weights are those of a critic or reward model ({values[0]}): give the policy's own directory"
+        )
     problems = [
         *found.misshapen,
         *(f"{name} is not there" for name in found.missing),

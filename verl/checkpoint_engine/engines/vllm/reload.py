@@ -142,7 +142,12 @@ class Reload:
             return set()
         if loaded is not None and (missing := self._not_among(loaded)):
             left_out = self.sources.left_out()
-            also = f"; vLLM's loader of it leaves out {', '.join(left_out)}, also from disk" if left_out else ""
+            also = ""
+            if left_out:
+                also = (
+                    f"; vLLM's loader of it leaves out {', '.join(left_out)}, also from disk: take another version of "
+                    "vLLM, or another engine, to sample from what the checkpoint says"
+                )
             raise self._refused(
                 f"has {len(missing)} parameters that are not among the weights: {', '.join(missing)}{also}", version
             )

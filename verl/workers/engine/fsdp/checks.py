@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from verl.utils.model import ATTENTION
 from verl.workers.config import FSDPConfig, HFModelConfig
 from verl.workers.engine.fsdp.model import CAUSAL_LM, TOKEN_VALUES, make_model, require_way, way_through
+from verl.workers.hf.attention import require_attention
 from verl.workers.hf.splitting import attend_by_heads
 
 
@@ -14,6 +16,7 @@ def check_job(config: FSDPConfig, model_config: HFModelConfig, world: int, devic
 
     Raises ConfigError.
     """
+    require_attention(model_config.override_config.get(ATTENTION), device)
     size, head = config.ulysses_sequence_parallel_size, TOKEN_VALUES if labels else CAUSAL_LM
     if size > 1:
         with torch.device("meta"):

@@ -107,4 +107,5 @@ def steps(given: dict[str, Any], options: list[str]) -> list[dict[str, float]]:
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    sys.stdout.write("\n" + json.dumps([steps(given, options) for options in given["runs"]]))
+    runs = given["batches"], given["runs"]
+    sys.stdout.write("\n" + json.dumps([steps({**given, "batches": of}, run) for of, run in zip(*runs, strict=True)]))

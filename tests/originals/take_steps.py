@@ -1,8 +1,8 @@
 """Metrics of whole training steps by PyPI's verl, on one rank and the CPU: {policy, critic, batches, runs} comes in.
 
-A run is options of verl's configuration by their names; each of `batches` is learned from in a step. verl's own loop
-(`fit`) runs, and its workers, with FSDP2 over gloo; generation is what `batches` say. Run as a file with PyPI's verl in
-front. Prints a list of runs, each a list of the steps' metrics.
+A run is options of verl's configuration by their names; each of its `batches` is learned from in a step. verl's own
+loop (`fit`) runs, and its workers, with FSDP2 over gloo; generation is what `batches` say. Run as a file with PyPI's
+verl in front. Prints a list of runs, each a list of the steps' metrics.
 """
 
 import contextlib
@@ -280,7 +280,7 @@ def main() -> list[Any]:
     for number, options in enumerate(given["runs"]):
         log = Path(tempfile.mkdtemp()) / f"{number}.jsonl"
         os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
-        found.append(steps(given, options, log))
+        found.append(steps({**given, "batches": given["batches"][number]}, options, log))
     return found
 
 

@@ -1,13 +1,16 @@
 """Whole launches of verl's kind through `--check`: see `launches.py`."""
 
 import importlib.util
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.trainer.config.launches import GRPO, LAUNCHES, Launch, check
 from verl.trainer.config.from_verl.rules import ALL_KEYS, known_to_verl
 from verl.trainer.config.from_verl.translation import translated
+from verl.trainer.config.loader import build_config, compose_tree
 from verl.trainer.config.schema import keys
 from verl.trainer.config.suggest import key_error
 
@@ -80,3 +83,48 @@ def test_a_package_that_is_not_here_is_told_and_no_error_of_the_launch(monkeypat
 
 def test_the_files_of_verls_keys_are_part_of_the_package():
     assert Path(ALL_KEYS).name in (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_no_key_of_verl_with_another_value_is_dropped_without_a_word():
+    """It changes the configuration, is told, or is refused; or it says what the configuration has in any case."""
+    options = ["actor_rollout_ref.model.lora_rank=8", "critic.model.path=x", "data.train_files=x"]
+    tree = OmegaConf.to_container(compose_tree(["actor_rollout_ref.model.path=x", *options]), resolve=True)
+    base, dropped, tried = build_config(tree), [], 0
+    for key, defaults in known_to_verl().items():
+        if key.endswith("._target_"):
+            continue
+        tried += 1
+        value = other_than(defaults)
+        values = deepcopy(tree)
+        put(values, key, value)
+        found = build_config(values, {key})
+        told = len(found.problems) > len(base.problems) or len(found.notes) > len(base.notes)
+        if not told and found.config == base.config and had(base.config, key) != value:
+            dropped.append(f"{key}={value}")
+    assert tried > 900
+    assert dropped == []
+
+
+def other_than(defaults):
+    """A value of the same kind that is none of them, where there is one."""
+    default = defaults[0]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return next(default + step for step in (1, 2, 3) if default + step not in defaults)
+    return ["other"] if isinstance(default, list) else {"other": 1} if isinstance(default, dict) else "other"
+
+
+def put(values, dotted, value):
+    *path, last = dotted.split(".")
+    for name in path:
+        if not isinstance(values.get(name), dict):
+            values[name] = {}
+        values = values[name]
+    values[last] = value
+
+
+def had(config, dotted):
+    for name in dotted.split("."):
+        config = getattr(config, name, None)
+    return config

@@ -103,8 +103,8 @@ MISTAKES = (
 
 
 def as_ours(error: BaseException) -> CheckpointEngineError:
-    """`error`, if it is one of the tree; else one that says its type and text, and can go to any process:
-    TransportError, unless it is somebody's mistake. Of what is no error, such as a Ctrl-C, that it interrupted."""
+    """`error`, if it is one of the tree; else one with its type and text that can be sent to any process: a
+    TransportError, or the base class for a mistake (`MISTAKES`). Of a Ctrl-C and the like it says `interrupted by`."""
     if isinstance(error, CheckpointEngineError):
         return error
     name = type(error).__name__

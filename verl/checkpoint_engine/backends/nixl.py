@@ -139,7 +139,7 @@ class NixlWire(Wire):
         return transfer.is_done
 
     def _forget(self, belongs: Callable[[int, int], bool]) -> None:
-        """Release the reads of which `belongs` says so, by owner and target: what they know of addresses is no more."""
+        """Release the reads for which `belongs(owner, target)` is true: their addresses are no longer valid."""
         for key in [key for key in self._reads if belongs(key[0], key[2])]:
             self._reads.pop(key).handle.release()
 
@@ -173,7 +173,7 @@ class NixlWire(Wire):
 class NixlEngine(OneSidedEngine):
     @classmethod
     def check_host(cls, config: CheckpointEngineConfig) -> None:
-        """Starts UCX once where it was told what to use: it knows what there is. What it chooses itself, it has."""
+        """Start UCX once with the configured transports and devices, if any are: only UCX knows whether they exist."""
         options = config.options_of("nixl", NixlOptions)
         asked_for = ucx.asked_for(options.ucx_tls, options.ucx_net_devices)
         if not asked_for:

@@ -1,16 +1,16 @@
-"""How one-sided backends pass a version from node to node: `topology.py` says who reads from whom, as data.
+"""How one-sided backends forward a version from node to node: `topology.py` has the reader of each node, as data.
 
     chain            owners --> node 0 --> node 1 --> node 2
     tree             owners --> node 0 --> node 1, node 2 --> node 3, ...
     p2p_broadcast    owners --> nodes 0 and 1, half each --> node 2 --> ... and round to node 0
 
-Every node is a holder: it serves its open slot while it fills. The slot is cut into parts; a page of its own, next to
-the slot and never inside it, says which parts are there. Who comes after it reads that page, and then those parts,
-through the same wire. A part arrives either from the owners or from the node before.
+Every node is a holder: it serves its open slot while it fills. The slot is cut into parts; a page next to the slot,
+never inside it, lists the parts that have arrived. The next node reads that page, and then those parts, through the
+same wire. A part arrives either from the owners or from the node before.
 
-What keeps versions apart: every node reads the stamps of all owners, before and after, as without other nodes. Their
-digest stands in the page, written last. It differs for every publication, also for one of the same version that is
-tried again, so a page that shows a node's own digest speaks of the bytes that this node is to have.
+Versions are kept apart by the stamps of all owners, which every node reads before and after. The page has their digest,
+written last. It differs for every publication, also for a repeated one of the same version. So a page with a node's own
+digest describes the bytes that this node is to have.
 """
 
 from __future__ import annotations

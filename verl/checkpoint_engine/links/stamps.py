@@ -1,8 +1,8 @@
-"""What a trainer rank shows to nodes that read when they like, and how a node knows what it reads: by the stamp that an
-owner has next to its region, never inside it.
+"""The stamp of a trainer rank's region identifies its content for nodes that read at any time. It lies next to the
+region, never inside it.
 
-It names the owner's incarnation (a process that took over an address is not the owner), the number of the publication
-and the version. Stamps that are equal before and after, and of the version asked for, mean that every byte in between
+It has the owner's incarnation (a process that took over an address is not the owner), the number of the publication
+and the version. If the stamps before and after a read are equal, and of the requested version, every byte in between
 belongs to it. Digests then check the content.
 """
 

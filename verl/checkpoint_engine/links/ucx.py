@@ -1,7 +1,7 @@
-"""UCX, below NIXL: how it is told which transports and devices to use, and what it says when it cannot.
+"""UCX, below NIXL: its options for transports and devices, and its complaints if it cannot use them.
 
-It takes its options from the environment alone, so they are there while a context is made. What the user has set there
-wins (https://openucx.readthedocs.io/en/master/faq.html).
+It reads options from the environment only, so they are set there while a context is made. Variables of the user have
+precedence (https://openucx.readthedocs.io/en/master/faq.html).
 """
 
 from __future__ import annotations

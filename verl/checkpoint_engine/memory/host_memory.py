@@ -86,7 +86,7 @@ class KeptMemory:
         return fitting[:count] + [shared_memory(nbytes) for _ in range(count - len(fitting))]
 
     def keep(self, pieces: Sequence[SharedMemory]) -> None:
-        """For whoever takes next. Nobody writes to `pieces`, or wants what is in them, any more."""
+        """Offer `pieces` for reuse. Their content may be overwritten."""
         self._kept += pieces
 
     def release(self) -> None:

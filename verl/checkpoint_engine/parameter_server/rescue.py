@@ -33,7 +33,7 @@ the version."""
 
 
 class Rescue:
-    """Of one writer. Told what it does to servers, before it does it."""
+    """Of one writer, which reports each action on servers before it acts."""
 
     def __init__(self, shm_dir: Path, answers: str, writer: Writer) -> None:
         """`answers`: the method of vLLM's workers that does; `writer`: whose servers they are. Nothing is started

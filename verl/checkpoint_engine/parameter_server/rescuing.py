@@ -1,12 +1,12 @@
 """The program of a `Rescue`. The standard library alone: `support.outliving` runs this file.
 
-What is done with a server depends on what its workers say that they hold, once what they do is over:
+Once the workers of a server are idle, the version that they report decides:
 
-    the version that it was told to load     it says so, and serves it
-    another whole one                        it serves that, as before
-    neither: it was killed while it loaded   it gets the version again, if its memory is on this host, or the files
-                                             from which it came are as they were; else it stays paused, and refuses
-                                             to go on until somebody loads a version
+    the version that it was to load          the server reports and serves it
+    another whole version                    the server serves that one, as before
+    none: it was killed during the load      the server loads the version again, if its memory is on this host or its
+                                             files are unchanged; else it stays paused, and refuses to resume until a
+                                             load succeeds
 """
 
 import json
@@ -131,8 +131,11 @@ def load(what: dict[str, Any], root: str, writer_id: str, look: Callable[[], lis
 
 
 def rescue_sglang(what: dict[str, Any], who: str, call: Call) -> None:
-    """A server that was loading, whose ranks answer in files of this host: it serves what they hold, if that is whole
-    and it says so; else it loads the version again, out of what is kept. Left alone if somebody else has claimed it."""
+    """Rescue an SGLang server that was loading, whose ranks answer in files of this host.
+
+    It serves the version of its ranks, if that is whole and the one that it reports. Else it loads the version again,
+    from the memory that was kept. A server that another writer has claimed is left alone.
+    """
     import fcntl
 
     with open(what["claim"], "a+") as claim:

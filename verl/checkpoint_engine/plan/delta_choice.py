@@ -62,8 +62,8 @@ class Rates:
         )
 
     def recovered(self) -> Rates:
-        """After a sync in full: what it did not measure comes nearer to what is usual, so that one slow sync with
-        deltas, on a host that was busy, is not the last one."""
+        """The rates after a full sync: those that it did not measure approach their usual values. So one slow sync with
+        deltas, on a busy host, does not exclude deltas for ever."""
         usual = Rates()
         return replace(
             self,

@@ -140,7 +140,7 @@ class EndpointReplica:
         )
 
     async def pause(self, mode: str) -> None:
-        """Once it is given up, a server that pauses all the same goes on at once."""
+        """If the call was cancelled, a server that pauses afterwards is resumed at once."""
         is_paused, given_up = Event(), Event()
         self._is_paused = True
         if self._rescue is not None and not self._server.is_torn:

@@ -24,10 +24,10 @@ def interface_of(address: str) -> str:
 
 
 def reserve_port(host: str = "") -> socket.socket:
-    """A port of the address `host`, of all where it is empty, for a process that is told it and binds it later.
+    """A port of the address `host` (empty: of all addresses) for a process that binds it later.
 
-    It is bound, so that nobody else is given it, and not listened at, so that whoever sets SO_REUSEADDR, as stores and
-    servers do, may bind it as well. Close it once that one listens.
+    The socket is bound, so that no other process gets the port. It does not listen, so that a store or server with
+    SO_REUSEADDR may bind it as well. Close it once that one listens.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

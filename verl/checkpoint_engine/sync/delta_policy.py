@@ -1,7 +1,7 @@
 """Whether a sync may move deltas, and what is learned from each: on the driver, next to the manager.
 
-Owners choose (`plan/delta_choice.py`): each can look at what has changed, once it is told how fast everything was so
-far. Where a delta could not win even if nothing had changed, nobody is asked to look.
+Owners choose (`plan/delta_choice.py`): each samples its changes, and gets the rates measured so far. Where a delta
+could not be faster even without changes, owners do not sample.
 """
 
 from __future__ import annotations

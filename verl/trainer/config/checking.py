@@ -32,8 +32,8 @@ class Checked:
 
 
 def on_its_device(config: PPOConfig) -> PPOConfig:
-    """With the device that the launch means where it does not say it: that of its backend, the one on which its engine
-    does what it is asked for, or what is here."""
+    """`config` with a device. If the launch names none: that of its backend, the one that its engine needs for the options,
+    or that of this machine."""
     if config.trainer.device is not None:
         return config
     device, rollout = resolve_device(), config.actor_rollout_ref.rollout

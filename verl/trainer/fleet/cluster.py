@@ -196,11 +196,11 @@ class Cluster:
         return restarted
 
     def resize(self, count: int) -> None:
-        """Begin to bring the number of replicas to `count`, at least 1, while everything goes on.
+        """Begin to change the number of replicas to `count`, at least 1, during the run.
 
-        One that is added counts among `replicas` and `server_handles` when it has the version in service; one that is
-        removed does not from now on, and ends when it has generated what it was asked for. A replica that cannot be
-        started is logged. Raises ConfigError where replicas share the trainer's accelerators.
+        `replicas` and `server_handles` include an added replica once it has the version in service. They exclude a
+        removed one at once; it ends when its requests have ended. A replica that cannot be started is
+        logged. Raises ConfigError where replicas share the trainer's accelerators.
         """
         if self._config.trainer.placement == "colocated" and self._device != "cpu":
             raise ConfigError("rollout replicas on the trainer's accelerators cannot become more or fewer during a run")

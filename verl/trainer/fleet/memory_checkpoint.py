@@ -1,10 +1,10 @@
 """The trainer's state after its last step, in memory that outlives its ranks: `trainer.memory_checkpoint`.
 
-ranks       copy their state into the spare slots of their host's keeper, while they train on, and tell digests
-keepers     commit, once every rank of the run has; so it is there whole, or it is that of the step before
-keepers     add up parity of what others have, where ranks are on several hosts: one of a group may be lost
-new ranks   digest what is there once more, and take it; on another host its keeper gets it from those that have it
-fewer ranks read their parts of it from whoever has them, digest those, and take them
+ranks       copy their state into the spare slots of their host's keeper, while they train, and send its digests
+keepers     commit once every rank of the run has copied: the state is whole, or it is that of the step before
+keepers     add up parity of the states of other hosts: a group may lose one host
+new ranks   compare digests, and load the state; on another host the keeper reads it from the rest of the group
+fewer ranks read their parts from the keepers that have them, compare digests, and load them
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ class Syncs:
         self._loop, self._manager, self._recovery = loop, manager, recovery
 
     def update_weights(self, version: int, generating: Future[Any] | None = None) -> SyncReport:
-        """One transaction; then bring back what it quarantined, where that works.
+        """One transaction; then restart the replicas that it quarantined, if possible.
 
-        While `generating` runs, the engines keep the version that they have; they get the new one when it is done, in
-        whatever way. A sync that failed is tried once more if replicas or rollout nodes were lost that could be started
-        again, or without which the run can go on. Raises `FAILED_SYNCS`.
+        Engines keep their version until `generating` has ended, with or without an error. A failed sync is tried once
+        more if its lost replicas or rollout nodes could be restarted, or the run can continue without them. Raises
+        `FAILED_SYNCS`.
         """
 
         def sync(failure: Exception | None = None) -> SyncReport:

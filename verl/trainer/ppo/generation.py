@@ -1,4 +1,4 @@
-"""What the trainer asks of whoever generates, and generation that outlives the death of who does it."""
+"""The protocol between trainer and generation, and generation that survives the death of its workers."""
 
 from __future__ import annotations
 

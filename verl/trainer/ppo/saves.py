@@ -46,8 +46,8 @@ class Saves:
     ) -> None:
         """Have trainer ranks `begin` to write to a directory; `written` is done when they have.
 
-        The save before it ends first. Raises what either raises; but not that ranks died during that before it: whoever
-        calls them next is told.
+        The save before it ends first. Raises the error of either save. The next call of the ranks raises their death
+        during the earlier one.
         """
         began = time.monotonic()
         self._settle()

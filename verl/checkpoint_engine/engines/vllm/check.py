@@ -1,12 +1,12 @@
-"""Whether a vLLM worker computes with the version that it was told to load, and with nothing from before.
+"""Whether a vLLM worker computes with the version that it loaded, and with nothing of an earlier one.
 
 At a worker's first activation (`first`) a second model is loaded from the arena as vLLM loads from disk. Every tensor
 of it that loading writes is overwritten with NaNs of a recognisable pattern in the live model before the reload, and
-has to be equal, bit for bit, afterwards. The pattern matters where both versions are the same: a tensor that nobody
-refreshes would be right then, and wrong from the next version on.
+has to be equal, bit for bit, afterwards. The pattern matters where both versions are the same: a tensor that is not
+refreshed would be right then, and wrong from the next version on.
 
-At the later ones (`always`) the first and last rows of those tensors get the pattern, which has to be gone afterwards,
-and what is packed has to have been packed anew. That needs no second model.
+At later versions (`always`) the first and last rows of those tensors get the pattern, which has to be gone afterwards,
+and packed tensors must have been packed again. That needs no second model.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ class EngineCheck:
     def before(
         self, model: torch.nn.Module, weights: Callable[[], Weights] | None, agree: Callable[[bool], bool]
     ) -> None:
-        """`weights` makes those of the version; None if they come only once. `agree` says whether all ranks say so.
+        """`weights` iterates over those of the version; None if that is possible only once. `agree`: whether all ranks
+        pass true.
 
-        Raises ActivationError if there is no second model for one that quantizes its weights: what was written anew
-        might then be rounded in another way than from disk, and nothing else would show it.
+        Raises ActivationError if a model that quantizes its weights has no second model to compare with: only the
+        comparison finds values that are rounded in another way than from disk.
         """
         began = time.perf_counter()
         self.result = None

@@ -326,8 +326,8 @@ class _Trial:
                     yield f"{name} {shape} is {dtype}, and its place in {self._place_in(parameter)} is {own}"
 
     def left_out(self, tensors: TensorShapes) -> frozenset[str]:
-        """Those of which nothing has come into the model, and that were not refused, but for what it makes itself and
-        what no text needs. A layer of which it has taken a part is one that it has."""
+        """Tensors that the model neither loaded nor refused, except those that it computes itself or that text does not
+        need. A layer that loaded one of its tensors is a layer of the model."""
         taken = self._refused.union(self._reads.names, *self.sources.values())
         layers = {_layer_of(name) for name in taken}
         return frozenset(name for name in tensors.keys() - taken if self._matters(name, tensors[name][1], layers))

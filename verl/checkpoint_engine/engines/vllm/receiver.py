@@ -163,8 +163,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
     def _require_all_taken(
         self, tensors: TensorShapes, digests: Callable[[set[str]], Mapping[str, object]], version: int | None
     ) -> None:
-        """Raises ActivationError that names all tensors which the model's loader leaves out in silence, but for those
-        equal to what the model has in their place: `digests` of the values that it is asked for. On all ranks alike."""
+        """Raises ActivationError, on all ranks alike, with all tensors that the model's loader silently skips. Those
+        that equal the model's own tensor in their place are accepted; `digests` returns the digests of given names."""
         fit = self._fit_of_all(tensors)
         self._problems = fit.problems
         if fit.problems or fit.unknown:
@@ -469,8 +469,8 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         return not told
 
     def finish_weight_update(self) -> None:
-        """Everything has been done by now. Called after a failure, too: of several ranks, one raises. Whoever has the
-        claim ends so what a dead writer has begun."""
+        """Does nothing: the load is complete. Called after a failure, too: one of several ranks may raise. With it the
+        owner of the claim ends an update that a dead writer has begun."""
 
     def answer(self, order: str, *, active: bool, asleep: tuple[str, ...] = ()) -> dict[str, Any]:
         """To an `Order` in JSON: see `Ledger`. `asleep`: what was given back of its memory. Never raises on one rank of

@@ -32,7 +32,7 @@ class Checked:
 
 
 def on_its_device(config: PPOConfig) -> PPOConfig:
-    """`config` with a device. If the launch names none: that of its backend, the one that its engine needs for the options,
+    """`config` with a device. If the launch names none: that of its backend, the one that its engine needs,
     or that of this machine."""
     if config.trainer.device is not None:
         return config

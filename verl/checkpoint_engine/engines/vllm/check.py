@@ -85,8 +85,8 @@ class EngineCheck:
     def before(
         self, model: torch.nn.Module, weights: Callable[[], Weights] | None, agree: Callable[[bool], bool]
     ) -> None:
-        """`weights` iterates over those of the version; None if that is possible only once. `agree`: whether all ranks
-        pass true.
+        """`weights` iterates over those of the version; None if that works only once. `agree`: whether all ranks pass
+        true.
 
         Raises ActivationError if a model that quantizes its weights has no second model to compare with: only the
         comparison finds values that are rounded in another way than from disk.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,15 @@ CASES = {
     "all kept": {"keep": None, "runs": [[10, 20, 30]]},
     "a step for each": {"keep": 2, "runs": [[1, 2, 3, 4, 10, 11]]},
 }
+
+
+def drawn(draw: Random) -> dict[str, Any]:
+    """One run that saves at growing steps; how many are kept may be more than there are."""
+    steps = sorted(draw.sample(range(1, 2000), draw.randint(1, 9)))
+    return {"keep": draw.choice((None, *range(1, 11))), "runs": [steps]}
+
+
+CASES |= {f"drawn {number}": drawn(Random(number)) for number in range(12)}
 RESUMED = {"keep": 2, "runs": [[10, 20, 30], [40, 50, 60]]}
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 PAUSED = (
-    "an engine that had begun to load reads the files again: a process that stays behind sees to it. Where there are "
-    "none, with --load-metas-file, the engine stays paused until an update succeeds"
+    "an engine that had begun to load reads the files again, or pulls again: a process that stays behind sees to it. "
+    "With --load-metas-file and several endpoints or hosts, it stays paused until an update succeeds"
 )
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -89,7 +89,8 @@ def _update(
         number, worker = divmod(options.rank, options.parallel_size)
         if worker == 0:
             own = sockets[number * options.parallel_size : (number + 1) * options.parallel_size]
-            endpoints[number].update(dict(own), version, pause_mode=options.pause_mode, files=states)
+            paths, again = dict(own), options.again(version)
+            endpoints[number].update(paths, version, pause_mode=options.pause_mode, files=states, again=again)
 
     def num_loaded() -> int:
         return sum(event.kind == "load-end" for event in server.events)

@@ -24,6 +24,7 @@ from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
 from verl.checkpoint_engine import ActivationError, SyncAborted, WeightPublisher, update
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS, Endpoint
 from verl.checkpoint_engine.parameter_server.rescue import Rescue
+from verl.checkpoint_engine.parameter_server.update_options import parse
 from verl.checkpoint_engine.parameter_server.writers import Writer, order
 
 STEPS = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume")
@@ -137,11 +138,13 @@ def test_an_update_that_is_killed_before_it_loads_leaves_no_server_paused(shm: P
 
 
 @contextmanager
-def killed_update(files: Path, ranks: int, amid: Callable[[], object] = lambda: None) -> Iterator[StandIn]:
-    """A server whose `update` out of `files` was killed, every process of it, while workers load. `amid`: called then,
-    when they are dead."""
+def killed_update(
+    given: Path, ranks: int, amid: Callable[[], object] = lambda: None, option: str = "--checkpoint-path"
+) -> Iterator[StandIn]:
+    """A server whose `update` out of what is `given` was killed, every process of it, while workers load. `amid`:
+    called then, when they are dead."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", update.__name__, "--checkpoint-path", str(files)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", update.__name__, option, str(given)]
     with stand_in(ranks) as (vllm, url):
         num_killed = []
 
@@ -159,6 +162,36 @@ def killed_update(files: Path, ranks: int, amid: Callable[[], object] = lambda: 
         with subprocess.Popen([*command, *arguments]) as process:
             assert process.wait() == -signal.SIGKILL
         yield vllm
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_from_another_job_that_is_killed_while_it_loads_is_made_again(ranks: int, shm: Path, tmp_path: Path):
+    weights = {"w": torch.arange(24.0).view(8, 3), "one": torch.tensor(2.0)}
+    file, metas = tmp_path / "files" / "model.safetensors", tmp_path / "metas"
+    file.parent.mkdir()
+    save_file(weights, file)
+    holding = ["--checkpoint-path", str(file.parent), "--save-metas-file", str(metas)]
+    with subprocess.Popen([sys.executable, "-m", update.__name__, *holding]) as holder:
+        try:
+            assert soon(metas.exists, timeout_s=300)
+            with killed_update(metas, ranks, option="--load-metas-file") as vllm:
+                assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [], timeout_s=300)
+                assert vllm.version == "2"
+                assert all(torch.equal(vllm.weights[name], tensor) for name, tensor in weights.items())
+                assert vllm.holders == {None}
+        finally:
+            holder.kill()
+
+
+def test_what_is_made_again_is_not_made_again_again():
+    def again(*arguments: str) -> list[str]:
+        return parse(["--load-metas-file", "f", "--endpoint", *arguments], None, "update").again("2")
+
+    command = again("http://h", "--pause-mode", "keep", "--skip-model-check")
+    repeated = parse(command[command.index(update.__name__) + 1 :], None, "update")
+    assert (repeated.endpoints, repeated.pause_mode, repeated.weight_version) == (("http://h",), "keep", "2")
+    assert (repeated.skip_model_check, repeated.after_another, repeated.again("2")) == (True, True, [])
+    assert parse(["--checkpoint-path", "d", "--endpoint", "http://h"], None, "update").again("2") == []
 
 
 def assert_loads_again(ranks: int, files: Path, shm: Path) -> None:

@@ -132,14 +132,15 @@ class Endpoint(HttpServer):
         *,
         pause_mode: str = "wait",
         files: Mapping[str, State] | None = None,
+        again: Sequence[str] = (),
     ) -> None:
         """Make every worker load its weights from its socket, and serve them as `version`.
 
         If this process is killed before workers load, the server continues with its old weights. If it is killed, or
-        fails, while they do, a process that outlives it has them read `files`, which hold the same weights. Raises
-        ConfigError if the server belongs to another publisher, ActivationError if the engine refuses. Without `files`,
-        or if they were written to meanwhile, the server then serves nothing: it holds a mixture of weights and stays
-        paused until an update succeeds.
+        fails, while they do, a process that outlives it has them read `files`, which hold the same weights, or runs the
+        command `again`, an update of its own. Without either, or if the files were written to meanwhile, the server
+        then serves nothing: it holds a mixture of weights and stays paused until an update succeeds. Raises ConfigError
+        if the server belongs to another publisher, ActivationError if the engine refuses.
         """
         writer = Writer.here("update")
         rescue = Rescue(envs.shm_dir(), ANSWERS, writer)
@@ -148,7 +149,7 @@ class Endpoint(HttpServer):
             rescue.pausing(self.url, ENGINE)
             self.pause(pause_mode)
             info, load = {"socket_paths": dict(socket_paths), "timeout_s": self.timeout_s}, secrets.token_hex(8)
-            rescue.loading(self.url, ENGINE, files=files, label=version, load=load)
+            rescue.loading(self.url, ENGINE, files=files, command=again, label=version, load=load)
             self.load(info, version, writer, load)
             self.resume()
             rescue.serving(self.url, ENGINE)

@@ -1,9 +1,9 @@
 """What is done for servers that a writer has paused, when its process ends before they serve again, however it ends.
 
 A small process outlives it (`rescuing`). A server whose weights are whole resumes with them; one whose weights are torn
-loads the version again: from its memory, which is kept for that, if it is on this host, or from the files of a
-checkpoint, if they are as they were. The process holds the claim of the writer
-that ended meanwhile; a server that somebody else has claimed is left to that.
+loads the version again: from its memory, which is kept for that, if it is on this host, from the files of a checkpoint,
+if they are as they were, or by another update. The process holds the claim of the writer that ended meanwhile; a server
+that somebody else has claimed is left to that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fcntl
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,13 @@ class Rescue:
         arena_path: str | None = None,
         version: int | None = None,
         files: Mapping[str, State] | None = None,
+        command: Sequence[str] = (),
         again: Again | None = None,
         **called: str,
     ) -> None:
         """Version `version` of an arena of this host or another, or weights that go with this process and came from
-        `files`: `called` has their `label`, by which servers name them, and their `load`, by which workers do.
-        `again`: for servers whose ranks know no writers."""
+        `files`, or that `command` loads again: `called` has their `label`, by which servers name them, and their
+        `load`, by which workers do. `again`: for servers whose ranks know no writers."""
         self._forget(url)
         arena = self._keep(url, Path(arena_path)) if arena_path is not None else None
         kept = str(arena) if arena is not None else None
@@ -69,7 +70,7 @@ class Rescue:
         if again is not None and version is not None:
             what |= again(kept, version)
         source = {"arena_path": kept, "version": version} if kept is not None else {"files": files} if files else None
-        self._tell(url, engine, state="loading", source=source, version=version, **what)
+        self._tell(url, engine, state="loading", source=source, version=version, command=[*command], **what)
 
     def serving(self, url: str, engine: str) -> None:
         self._tell(url, engine, state="serving")

@@ -4,9 +4,9 @@ Once the workers of a server are idle, the version that they report decides:
 
     the version that it was to load          the server reports and serves it
     another whole version                    the server serves that one, as before
-    none: it was killed during the load      the server loads the version again, if its memory is on this host or its
-                                             files are unchanged; else it stays paused, and refuses to resume until a
-                                             load succeeds
+    none: it was killed during the load      the server loads the version again, if its memory is on this host, its
+                                             files are unchanged, or the job that holds the weights still runs; else it
+                                             stays paused, and refuses to resume until a load succeeds
 """
 
 import json
@@ -21,6 +21,8 @@ RESUMES = 10
 """What pauses a server may still be on its way to it."""
 BETWEEN_RESUMES_S = 0.5
 FLUSHES = 20
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""How the names begin of what torchrun says to ranks."""
 
 Call = Any
 """`call(path, body=None, method="POST")`: what a server answers. Raises OSError."""
@@ -85,9 +87,11 @@ def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any],
 
     if not is_claimed():
         return
+    command = what.get("command")
     try:
         is_whole = not any(one["torn"] for one in ask()) if what["state"] == "paused" else ended(what, ask(), call)
         if is_whole or load(what, root, writer["id"], ask, call):
+            command = None
             for _ in range(RESUMES):
                 call("/resume")
                 time.sleep(BETWEEN_RESUMES_S)
@@ -95,6 +99,16 @@ def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any],
                     return
     finally:
         ask("release")
+    if command:
+        run(command)
+
+
+def run(command: list[str]) -> None:
+    """As one who is no rank of the job that has ended."""
+    import subprocess
+
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_RANK)}
+    subprocess.run(command, env=environment, check=False)
 
 
 def ended(what: dict[str, Any], workers: list[dict[str, Any]], call: Call) -> bool:

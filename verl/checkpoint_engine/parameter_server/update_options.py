@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from ..support import envs
 from ..support.package import PACKAGE
 from .endpoints import PAUSE_MODES, Endpoint
 
+AFTER_ANOTHER = "--after-another"
 METHODS = ("broadcast", "p2p", "all")
 
 
@@ -31,6 +33,8 @@ class Options:
     hold_s: float | None
     skip_model_check: bool
     timeout_s: float
+    after_another: bool
+    """It repeats one that was killed; nothing repeats it."""
     rank: int
     world_size: int
 
@@ -38,6 +42,21 @@ class Options:
     def num_workers(self) -> int:
         """Workers of all engines together; ranks below feed one each."""
         return len(self.endpoints) * self.parallel_size
+
+    def again(self, version: str) -> list[str]:
+        """The command that repeats an update whose weights are another job's, for when it is killed. Empty where ranks
+        of several engines, or hosts, would have to meet again."""
+        is_on_one_host = (envs.local_world_size() or 1) == self.world_size == self.num_workers
+        if self.load_metas_file is None or self.after_another or len(self.endpoints) != 1 or not is_on_one_host:
+            return []
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.parallel_size}", "-m"]
+        return [
+            *(sys.executable, "-m", *(launcher if self.parallel_size > 1 else ()), f"{PACKAGE}.update"),
+            *("--load-metas-file", str(self.load_metas_file.resolve()), "--endpoint", *self.endpoints),
+            *("--inference-parallel-size", str(self.parallel_size), "--weight-version", version),
+            *("--pause-mode", self.pause_mode, "--timeout-s", str(self.timeout_s), AFTER_ANOTHER),
+            *(["--skip-model-check"] if self.skip_model_check else ()),
+        ]
 
 
 def parse(arguments: Sequence[str] | None, description: str | None, program: str) -> Options:
@@ -142,6 +161,7 @@ def _parser(description: str | None, program: str) -> argparse.ArgumentParser:
     how.add_argument(
         "--skip-model-check", action="store_true", help="do not have engines hold names and shapes against their model"
     )
+    how.add_argument(AFTER_ANOTHER, action="store_true", help=argparse.SUPPRESS)
     how.add_argument(
         "--timeout-s", type=float, default=600.0, metavar="S", help="for each update and each request (default 600)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socketserver
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ def http_server(
     *,
     socket: Path | None = None,
     headers: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[str]:
     """Its URL, or the path of its `socket`. `answer(method, path, body)` returns status and body, or None for no
     answer; `headers` go with each; requests that come side by side are answered so."""
@@ -43,7 +45,9 @@ def http_server(
         url = str(socket)
     else:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        url = f"http://127.0.0.1:{server.server_port}"
+        url = f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}"
+        if tls is not None:  # each connection shakes hands on the thread that serves it
+            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield url

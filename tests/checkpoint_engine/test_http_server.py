@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
 
 import pytest
 
 from tests.http_server import http_server
-from verl.checkpoint_engine.errors import TransportTimeout
+from verl.checkpoint_engine.errors import TransportError, TransportTimeout
 from verl.checkpoint_engine.parameter_server.http_server import HttpServer, Refused
 
 
@@ -80,3 +84,60 @@ def test_a_server_may_be_behind_a_path():
         assert HttpServer(f"{url}/models/one/", timeout_s=60).call("POST", "/pause?mode=keep") == (
             "/models/one/pause?mode=keep"
         )
+
+
+def certificate_of(address: str, directory: Path) -> Path:
+    """Of its own signature, with its key; in one file."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "engine")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(address))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    own = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    file = directory / "engine.pem"
+    file.write_bytes(own + made.public_bytes(pem))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("address", "is_trusted", "asks", "message"),
+    [
+        ("127.0.0.1", True, "https", None),
+        ("127.0.0.1", False, "https", "its certificate is not trusted .*self.signed.*SSL_CERT_FILE"),
+        ("127.0.0.2", True, "https", "mismatch.*: name the server as its certificate does"),
+        ("127.0.0.1", True, "http", "broke off: .* Does it speak TLS. Then write https://"),
+    ],
+)
+def test_a_server_with_a_certificate_is_asked_if_that_is_trusted_or_the_remedy_is_said(
+    address: str, is_trusted: bool, asks: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = certificate_of(address, tmp_path)
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    with http_server(lambda *_: (200, b"[1]"), tls=context) as url:
+        server = HttpServer(url.replace("https", asks), timeout_s=60)
+        if message is None:
+            assert server.call("POST", "/pause") == [1]
+        else:
+            with pytest.raises(TransportError, match=message):
+                server.call("POST", "/pause")
+
+
+def test_a_server_without_a_certificate_that_is_asked_for_one_is_named():
+    with (
+        http_server(lambda *_: (200, b"[1]")) as url,
+        pytest.raises(TransportError, match="it speaks no TLS that is known here .*: write http://"),
+    ):
+        HttpServer(url.replace("http", "https"), timeout_s=60).call("POST", "/pause")

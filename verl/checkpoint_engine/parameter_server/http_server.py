@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import socket
+import ssl
 import threading
 import urllib.parse
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ TEST_TIMEOUT_S = 10.0
 """For a first answer of a server that has nothing to do but to answer."""
 MOST_NBYTES = 2**24
 """Of an answer: these are a few words or numbers."""
+NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
+"""What OpenSSL says of an answer that is no TLS."""
 _OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 
 
@@ -64,7 +67,7 @@ class HttpServer:
         except TimeoutError as exc:
             raise TransportTimeout(f"no connection within {timeout_s} s") from exc
         except OSError as exc:
-            raise TransportError(f"{exc.strerror or exc}", member=self.url) from exc
+            raise TransportError(_why_not_connected(exc), member=self.url) from exc
 
         sock = connection.sock
 
@@ -91,7 +94,9 @@ class HttpServer:
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as exc:
             if is_late.is_set():
                 raise too_late from exc
-            raise TransportError(f"{path} broke off: {type(exc).__name__}: {exc}", member=self.url) from exc
+            broken = isinstance(exc, http.client.BadStatusLine)  # what is read as an answer, or nothing at all
+            hint = ". Does it speak TLS? Then write https://" if broken and not isinstance(sock, ssl.SSLSocket) else ""
+            raise TransportError(f"{path} broke off: {type(exc).__name__}: {exc}{hint}", member=self.url) from exc
         finally:
             watch.cancel()
             connection.close()
@@ -122,6 +127,20 @@ class HttpServer:
         elif (place := answer.getheader("Location")) is not None:
             text = f"it redirects to {place}: name the server itself"
         return Refused(text, status=answer.status, member=self.url)
+
+
+def _why_not_connected(exc: OSError) -> str:
+    """With the remedy, of what is wrong with TLS."""
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        if "mismatch" in exc.verify_message:
+            return f"{exc.verify_message}: name the server as its certificate does"
+        return (
+            f"its certificate is not trusted ({exc.verify_message}): name the file of its authority's certificate in "
+            "the environment variable SSL_CERT_FILE"
+        )
+    if isinstance(exc, ssl.SSLError) and exc.reason in NO_TLS:
+        return f"it speaks no TLS that is known here ({exc.reason}): write http:// for a server without"
+    return f"{exc.strerror or exc}"
 
 
 def request_inference_to_update(

@@ -38,6 +38,7 @@ from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
 from verl.checkpoint_engine import WeightPublisher
 from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
+from verl.checkpoint_engine.parameter_server.writers import LEASE_S
 
 STEPS = 25
 
@@ -155,6 +156,8 @@ class World:
             self.served.before = nothing
             for _ in range(3):  # one may read what a refusal has left, and the next one say that: it is started anew
                 self.happens("do_push")
+            # A publisher that is closed while the machine is too busy to tell the server leaves it a claim.
+            assert soon(lambda: self.push(self.publisher, self.model), 2 * LEASE_S)
             assert self.served.version == str(self.version)
             assert self.served.computes_with(held(self.model))
         except BaseException as exc:
@@ -378,17 +381,18 @@ class World:
         self.require_serving(unless=was_paused)
 
     def do_kill(self) -> None:
-        """kill -9 of a publisher's process while it asks for something in its last push, or after that."""
+        """A signal ends a publisher's process while it asks for something in its last push, or after that."""
         self.publisher.close()
         weights, was_paused = [held(self.model), held(self.another())][: self.chance.randint(1, 2)], self.served.paused
         pushes = {self.new_version(one): one for one in weights}
         path, num_served = self.chance.choice([*OF_A_PUSH, ""]), 0
+        by = self.chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
         victim = self.victims.new(self.shm, self.served.url, pushes)
 
         def before(found: str) -> None:
             nonlocal num_served
             if found == path and num_served == len(pushes) - 1:
-                victim.kill()
+                victim.kill(by)
             num_served += found == "/resume"
 
         self.served.before = before

@@ -1,7 +1,8 @@
 """Publishers that are killed: forks of a process that has torch loaded.
 
 `python -m tests.checkpoint_engine.publisher.victims` reads what each is to push from its stdin, a line of JSON, and
-writes its process id, and how it ended. A victim that nobody has killed by the end of its pushes kills itself.
+writes its process id, and how it ended. A victim that is interrupted, or that nobody has killed by the end of its
+pushes, kills itself.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Victim:
         self._pid = int(self._process.stdout.readline())
         self._known.set()
 
-    def kill(self) -> None:
+    def kill(self, by: signal.Signals = signal.SIGKILL) -> None:
         """From any thread, after `go` has begun."""
         self._known.wait()
         with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, by)
 
     def wait(self) -> None:
         assert self._process.stdout is not None
-        assert self._process.stdout.readline().strip() == str(-signal.SIGKILL)
+        assert -int(self._process.stdout.readline()) in (signal.SIGKILL, signal.SIGTERM)
 
 
 class Victims:

@@ -63,6 +63,36 @@ def pruned(layer: nn.Module) -> nn.Module:
     return layer
 
 
+class WithValueHead(nn.Module):
+    """As TRL's: a checkpoint has the names of the model inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrained_model, self.v_head = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1)
+
+    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        heads = self.v_head.state_dict(*arguments, **named)
+        return self.pretrained_model.state_dict(**named) | {f"v_head.{name}": one for name, one in heads.items()}
+
+
+def with_hook(change: Any) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.register_state_dict_post_hook(lambda module, state, prefix, _: change(state, prefix))
+    return nn.Sequential(layer)
+
+
+def renamed(state: dict[str, Any], prefix: str) -> None:
+    state[f"{prefix}fused"] = state.pop(f"{prefix}weight")
+
+
+def dequantized(state: dict[str, Any], prefix: str) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+
+def more(state: dict[str, Any], prefix: str) -> None:
+    state[f"{prefix}_extra_state"] = torch.ones(1)
+
+
 def sent(source: ModelSource) -> dict[str, torch.Tensor]:
     found = {}
     specs = {spec.name: spec for spec in source.specs()}
@@ -78,6 +108,10 @@ def test_a_module_is_its_parameters_and_persistent_buffers_tied_ones_once():
     state = model.state_dict()
     assert found.keys() == state.keys() - {"head.weight"}
     assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+def test_what_a_checkpoint_has_beside_weights_is_not_sent():
+    assert sent(ModelSource(with_hook(more))).keys() == {"0.weight", "0.bias"}
 
 
 def test_wrappers_do_not_change_names():
@@ -147,6 +181,9 @@ def test_tensors_without_values_are_refused_by_name():
         (nn.Sequential(pruned(nn.Linear(2, 2))), r"computed .*: 0.weight. .*prune.remove"),
         (with_attribute("ds_id", 0), "weight is divided among ranks by DeepSpeed's ZeRO-3"),
         (with_attribute("quant_state", "4 bits"), "weight is packed by bitsandbytes"),
+        (WithValueHead(), "has other names or tensors than its modules: pretrained_model.0.weight"),
+        (with_hook(renamed), "has other names or tensors than its modules: 0.weight"),
+        (with_hook(dequantized), "has other names or tensors than its modules: 0.weight"),
         (Holder(layer=Holder(original_module=nn.Linear(2, 2))), "adapters lie beside their matrices .*: layer"),
         (
             Holder(weight=nn.Parameter(torch.ones(1)), module=nn.Linear(2, 2)),

@@ -24,6 +24,8 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
 """What `torch.compile`, activation checkpointing and DDP put into names: the last one at their beginning only."""
 COMPUTED_FROM = ("orig", "g")
 """Ends of names of parameters: `torch.nn.utils` makes a weight of them (pruning, spectral and weight norm)."""
+EXTRA = "_extra_state"
+"""Of names in checkpoints that are no weight's."""
 KEPT_ELSEWHERE = {
     "ds_id": "divided among ranks by DeepSpeed's ZeRO-3: gather it (GatheredParameters)",
     "quant_state": "packed by bitsandbytes: dequantize the model",
@@ -68,7 +70,8 @@ class ModelSource:
 
         A module that FSDP2 has gathered, as it leaves the root after a forward pass, is resharded: what is gathered is
         FSDP's to free. Raises ConfigError for what has no tensors, for FSDP1, for adapters beside their matrices, for
-        weights that are computed from others, and for what is no tensor with values of its own, in order.
+        weights that are computed from others or have other names in a checkpoint, and for what is no tensor with values
+        of its own, in order.
         """
         model = self._model
         self._tensors = _named_tensors(model) if isinstance(model, nn.Module) else _mapped(model)
@@ -232,7 +235,21 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if (cleaned := _cleaned(name)) in found:
             raise ConfigError(f"two tensors are {cleaned} without the names of wrappers: pass named tensors")
         found[cleaned] = tensor
+    if others := _named_otherwise(model, found):
+        raise ConfigError(
+            f"its state_dict() has other names or tensors than its modules: {listed(others)}. Push the module that the "
+            "server's names are of, or what state_dict() returns, as named tensors"
+        )
     return found
+
+
+def _named_otherwise(model: nn.Module, found: Mapping[str, torch.Tensor]) -> list[str]:
+    """What a checkpoint has instead, by a hook or a `state_dict` of its own: wrappers of value heads, fused layers."""
+    state = model.state_dict(keep_vars=True)
+    kept = {_cleaned(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    own = {id(tensor) for tensor in found.values()}
+    added = [name for name, tensor in kept.items() if id(tensor) not in own and not name.endswith(EXTRA)]
+    return added + [name for name in found if name not in kept]
 
 
 def _parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,8 +3,58 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 TRUTHS = ("34", "-3", "1/2", r"\frac{1}{2}", "0.5", "1,000", "1000", r"\sqrt{3}", "(1,2)", r"x^2+1", "A", "3.5", "")
+MORE_TRUTHS = (
+    *(
+        "0",
+        "00",
+        "-0",
+        "+34",
+        " 34 ",
+        "34\n",
+        "34.",
+        "34.0",
+        "3.50",
+        "0.333",
+        "1e3",
+        "10^3",
+        "x=34",
+        "$34$",
+        "{34}",
+        "34 cm",
+    ),
+    *(
+        r"34\%",
+        "12%",
+        r"\$5",
+        "No",
+        "None",
+        "\uff11\uff12",
+        "1,2",
+        "[1,2)",
+        "3 1/2",
+        "a_1",
+        "#### 34",
+        r"\boxed{34}",
+        "{",
+        "(",
+    ),
+    *(
+        "\\",
+        r"\frac",
+        r"\frac{3}{4}",
+        r"-\frac{1}{2}",
+        r"\dfrac12",
+        r"2\sqrt{3}",
+        r"\pi/2",
+        r"\infty",
+        "\u2205",
+        r"90^\circ",
+    ),
+    *(r"\text{A}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+)
 VALUES = (
     *(
         "34",
@@ -82,9 +132,9 @@ def responses() -> list[str]:
     return [*whole, *padded]
 
 
-def cases(source: str, step: int = 1) -> list[tuple[str, str, str]]:
+def cases(source: str, step: int = 1, truths: Sequence[str] = TRUTHS) -> list[tuple[str, str, str]]:
     """(source, response, truth): every `step`-th of all pairs."""
-    pairs = list(itertools.product(responses(), TRUTHS))
+    pairs = list(itertools.product(responses(), truths))
     return [(source, response, truth) for response, truth in pairs[::step]]
 
 

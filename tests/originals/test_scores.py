@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.originals.answers import cases, responses
+from tests.originals.answers import MORE_TRUTHS, cases, responses
 from tests.originals.original import OURS, VERL, computed, differences
 from verl.utils.reward_score.default import RULES
 
@@ -16,6 +16,7 @@ ALIASES = [
     *("aime", "aime24", "aime_2025", "math", "math_dapo_reasoning"),
     *("DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
 ]
+EXACT = [source for source in EVERY if not source.startswith("numina")]
 OWN = {"builtin/arithmetic", "builtin/shapes"}
 
 
@@ -24,6 +25,7 @@ def both() -> list[tuple[tuple[str, str, str], dict[str, object], dict[str, obje
     """(case, verl's score, ours) of every case."""
     given = [case for source, step in EVERY.items() for case in cases(source, step)]
     given += [case for source in ALIASES for case in cases(source, 41)]
+    given += [case for source in [*EXACT, *ALIASES] for case in cases(source, 61, MORE_TRUTHS)]
     given += cases("HuggingFaceH4/aime_2024", 4001)
     verls, ours = (computed("score_answers.py", given, folder) for folder in (VERL, OURS))
     return list(zip(given, verls, ours, strict=True))
@@ -33,7 +35,7 @@ def test_there_are_many_odd_answers() -> None:
     assert len(set(responses())) > 2000
 
 
-@pytest.mark.parametrize("source", [*(source for source in EVERY if not source.startswith("numina")), *ALIASES])
+@pytest.mark.parametrize("source", [*EXACT, *ALIASES])
 def test_a_built_in_reward_gives_every_odd_answer_what_verl_gives_it(both: list[Any], source: str) -> None:
     compared = [(case, verls, ours) for case, verls, ours in both if case[0] == source]
     assert len(compared) > 200

@@ -380,17 +380,19 @@ class TestDeath:
             assert re.fullmatch(rf"rank 0 \(pid {pids[0]} on .*\) died", died)
             assert re.fullmatch(rf"rank 1 \(pid {pids[1]} on .*\) does not answer", silent)
 
-    def test_a_worker_that_is_stopped_when_others_are_done_ends_the_call(self, ray_cluster, tmp_path):
-        with make_group() as group:
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_a_worker_that_is_stopped_ends_the_call_though_no_other_waits_for_it(self, ray_cluster, tmp_path, ranks):
+        with make_group(ranks=ranks) as group:
             group._silence_s = 1.0  # from here on: a start may take longer
             waiting = group.submit("wait_for_own", tmp_path)
             pids = [process.pid for process in group.processes.values()]
-            os.kill(pids[1], signal.SIGSTOP)
-            (tmp_path / "0").touch()
-            with pytest.raises(WorkerTimeout, match=rf"rank 1 \(pid {pids[1]} on .*\) does not answer, and others are"):
+            os.kill(pids[-1], signal.SIGSTOP)
+            for rank in range(ranks - 1):
+                (tmp_path / str(rank)).touch()
+            where = rf"rank {ranks - 1} \(pid {pids[-1]} on .*\) does not answer"
+            with pytest.raises(WorkerTimeout, match=f"{where}, and is not done with wait_for_own"):
                 waiting.get()
-            silent = re.compile(rf"rank 1 \(pid {pids[1]} on .*\) does not answer")
-            wait_until(lambda: [bool(silent.fullmatch(text)) for text in group.lost(0.5)] == [True])
+            wait_until(lambda: [bool(re.fullmatch(where, text)) for text in group.lost(0.5)] == [True])
 
     def test_a_worker_that_is_late_and_answers_is_waited_for(self, ray_cluster, tmp_path, monkeypatch):
         monkeypatch.setattr("verl.single_controller.future.ASKS_AFTER_S", 0.2)

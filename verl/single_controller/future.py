@@ -14,7 +14,7 @@ from verl.single_controller.errors import WorkerTimeout
 
 Ref: TypeAlias = "ray.ObjectRef[Any]"
 ASKS_AFTER_S = 20.0
-"""So long after the last answer of a rank the others are asked whether they live."""
+"""So long after the last answer of a rank, or the call, the others are asked whether they live."""
 
 
 def is_of_dead_actor(answer: Ref) -> bool:
@@ -34,7 +34,7 @@ class FailureHandler(Protocol):
 
 
 class SilenceHandler(Protocol):
-    """Asks ranks that are late whether they live. May block for as long as they may be silent."""
+    """Asks ranks that are not done whether they live. May block for as long as they may be silent."""
 
     def __call__(self, method: str, unfinished: Mapping[Ref, int]) -> BaseException | None:
         """The exception that the caller of `method` gets; None if all of them answer, or one is done, or has failed."""
@@ -44,8 +44,8 @@ class WorkerFuture:
     """One call on the ranks of a group. Wait with `get`, or with `await` on an event loop; any number of times.
 
     The first rank that fails ends the wait, at once: the other ranks may be waiting for it in a collective, for ever.
-    Giving up waiting (a timeout, a cancelled task) does not stop the ranks. While `get` waits for ranks that are later
-    than others, those are asked now and then: nobody else may be waiting for one that is stopped.
+    Giving up waiting (a timeout, a cancelled task) does not stop the ranks. Those that `get` waits for are asked now
+    and then whether they live: nobody else may be waiting for one that is stopped.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WorkerFuture:
     ) -> None:
         """`refs` maps each rank's pending result to the rank; `collect` gets the results in the order of ranks.
 
-        `silence_s`: how long ranks that are later than others may leave `on_silence` without an answer.
+        `silence_s`: how long ranks may leave `on_silence` without an answer.
         """
         self._pending = dict(refs)
         self._ranks = sorted(refs.values())
@@ -81,7 +81,7 @@ class WorkerFuture:
         self._raise_error()
         while self._pending:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            asks = bool(self._results) and (remaining is None or remaining > self._asks_after_s + self._silence_s)
+            asks = remaining is None or remaining > self._asks_after_s + self._silence_s
             ready, _ = ray.wait(list(self._pending), timeout=self._asks_after_s if asks else remaining)
             if ready:
                 self._receive(ready[0])

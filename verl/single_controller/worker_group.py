@@ -68,8 +68,8 @@ class RayWorkerGroup:
         each of them.
 
         `startup_timeout_s` is for starting the processes and for their `__init__`s together; placement has the pool's
-        own deadline. `silence_s`: a rank that is later than others with a call is asked whether it lives, and fails
-        the call if it has not answered after that time.
+        own deadline. `silence_s`: a rank that is not done with a call is asked whether it lives, and fails the call
+        if it has not answered after that time.
         Raises PlacementError, WorkerTimeout, WorkerDied, or what an `__init__` raised, and then leaves nothing behind.
         """
         self._cls = ray_cls_with_init.cls
@@ -317,7 +317,7 @@ class RayWorkerGroup:
                 return None
         rank = next(iter(asked.values()))
         return WorkerTimeout(
-            f"worker group {self.name!r}: {self._where(rank)} does not answer, and others are done with {method}",
+            f"worker group {self.name!r}: {self._where(rank)} does not answer, and is not done with {method}",
             group=self.name,
             rank=rank,
         )

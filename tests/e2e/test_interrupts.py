@@ -102,6 +102,29 @@ def test_an_interrupt_during_generation_ends_the_run(start, warm):
     assert_no_step_was_completed(job)
 
 
+def raylet_of(job):
+    (raylet,) = job.find("/raylet/raylet ")
+    return raylet
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_without_its_raylet_ends_with_the_reason_or_when_it_is_told_to(start, warm, number):
+    """A stopped one is given time: SIGTERM does not wait for that."""
+    job = start(ONE_RANK, *LONG_RESPONSES, warm=warm)
+    job.wait_for((job.output_dir / "sync_reports.jsonl").exists, "the first sync")
+    raylet = raylet_of(job)
+    raylet.send_signal(number)
+    if number == signal.SIGSTOP:
+        sigterm(job)
+    assert job.wait() == (1 if number == signal.SIGKILL else 130)
+    assert job.left() == []
+    said = job.stderr.splitlines()[-1]
+    gone = (
+        rf"error: the raylet of this host \(pid {raylet.pid}\) is gone: .*; start the run again, trainer.resume_mode=.*"
+    )
+    assert re.fullmatch(gone if number == signal.SIGKILL else "stopped.*", said)
+
+
 @pytest.mark.alone
 def test_pressing_ctrl_c_twice_during_training_ends_the_run_as_once_does(start, tmp_path, warm):
     job = start(f"trainer.rollout_data_dir={tmp_path / 'samples'}", *LONG_UPDATES, warm=warm)

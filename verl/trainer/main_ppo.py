@@ -3,8 +3,8 @@
 Without arguments it teaches a tiny built-in model arithmetic on two CPU cores. `--help` lists every key.
 
 Exit codes: 0, 1 (a failure: one of the user's reward function in a line, others with their traceback), 2 (something to
-change on the command line, in one line per mistake), 130 (ended by Ctrl-C or SIGTERM). Whatever the code, no process
-and no shared memory of the run is left.
+change on the command line, in one line per mistake), 130 (ended by Ctrl-C or SIGTERM, within 5 s whatever hangs).
+Whatever the code, no process and no shared memory of the run is left.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import importlib
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from verl.checkpoint_engine.support.signals import end_when_told
+from verl.checkpoint_engine.support.signals import end_when_told, end_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.workers.config import PPOConfig
 
-INTERRUPTED = 130
+FAILURE, INTERRUPTED = 1, 130
+ENDS_WITHIN_S = 4.0
+"""After Ctrl-C or SIGTERM. Then whatever is waited for is left to the processes that outlive this one to clean up."""
 logger = logging.getLogger("verl")
 
 
@@ -43,6 +46,7 @@ def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults:
     `loop` is the "module:Class" of the trainer's loop, whose run `--check` plans.
     """
     end_when_told()
+    end_within(ENDS_WITHIN_S, partial(_end, INTERRUPTED, "stopped"))
     try:
         from verl.trainer.config.cli import run_hydra  # here, since a Ctrl-C may come this early
 
@@ -51,11 +55,23 @@ def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults:
 
         run_hydra(trainer, adapt=adapt, check=lambda config: check_ppo(config, loop), **defaults)
     except KeyboardInterrupt as exc:
-        sys.stderr.write(f"stopped{exc}\n")
+        _end(INTERRUPTED, f"stopped{exc}")
+    except RuntimeError as exc:
+        from verl.trainer.fleet.ray_watch import RayLost
+
+        if not isinstance(exc, RayLost):
+            raise
+        _end(FAILURE, f"error: {exc}")
+
+
+def _end(code: int, words: str) -> NoReturn:
+    """Without the exit hooks of libraries, which would find what was interrupted half way, and Ray's wait for it."""
+    try:
+        sys.stderr.write(f"{words}\n")
         sys.stderr.flush()
         sys.stdout.flush()
-        # Everything of the run is closed. Exit hooks of libraries would find what was interrupted half way.
-        os._exit(INTERRUPTED)
+    finally:  # also if nobody reads that any more
+        os._exit(code)
 
 
 def check_ppo(config: PPOConfig, loop: str = HYBRID) -> Checked:

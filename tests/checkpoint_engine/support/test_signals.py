@@ -111,3 +111,70 @@ def test_a_script_in_the_background_does_not_hear_ctrl_c_there_either():
     with ending_at_once(lambda: pytest.fail("ended")):
         send(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+HANGS = {
+    "a call of C": """
+import ctypes
+c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+c.pthread_mutex_lock(mutex)
+while True:
+    try:
+        print("ready", flush=True)
+        c.pthread_mutex_lock(mutex)
+    except KeyboardInterrupt:  # just before that call
+        pass
+""",
+    "an ending that is not to be interrupted": """
+with uninterrupted():
+    print("ready", flush=True)
+    time.sleep(600)
+""",
+    "a library that goes on": """
+while True:
+    try:
+        print("ready", flush=True)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        pass
+""",
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("hangs", HANGS)
+def test_a_process_ends_in_time_whatever_it_waits_for(hangs, number):
+    program = f"""
+import os, time
+from verl.checkpoint_engine.support.signals import end_when_told, end_within, uninterrupted
+end_when_told()
+end_within(0.1, lambda: os._exit(7))
+{HANGS[hangs]}
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == 7
+
+
+def test_what_ends_a_fork_does_not_end_its_parent():
+    program = """
+import os, signal, time
+from verl.checkpoint_engine.support.signals import end_when_told, end_within
+end_when_told()
+end_within(0.0, lambda: os._exit(7))
+told, tells = os.pipe()
+if (pid := os.fork()) == 0:
+    try:
+        os.write(tells, b"x")
+        time.sleep(600)
+    except KeyboardInterrupt:
+        os._exit(3)
+os.read(told, 1)
+os.kill(pid, signal.SIGTERM)
+_, status = os.waitpid(pid, 0)
+time.sleep(0.5)
+print(os.waitstatus_to_exitcode(status))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "3\n"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +29,34 @@ def end_when_told() -> None:
     sys.unraisablehook = partial(_repeat_interrupt, sys.__unraisablehook__)
 
 
+def end_within(seconds: float, end: Callable[[], NoReturn]) -> None:
+    """Have a thread call `end` so long after the first of either signal, if this process is still there.
+
+    Whatever the main thread waits for then: a call into a library's C code lets no handler of Python run. Called once,
+    on the main thread, after `end_when_told`. Takes the wakeup file descriptor of this process.
+    """
+    told, tells = os.pipe()
+    os.set_blocking(tells, False)
+    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what ends a fork does not end this process
+
+    def wait() -> None:
+        while signal.Signals(os.read(told, 1)[0]) not in ENDING:
+            pass
+        time.sleep(seconds)
+        end()
+
+    threading.Thread(target=wait, name="ends-within", daemon=True).start()
+
+
+def interrupt_main_thread() -> None:
+    """As Ctrl-C does, from another thread; also in a process that ignores Ctrl-C, if SIGTERM ends it as `end_when_told`
+    has it. Does nothing during `uninterrupted`."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    number = signal.SIGTERM if ignored and signal.getsignal(signal.SIGTERM) is _as_ctrl_c else signal.SIGINT
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
 def _as_ctrl_c(_signal: int, _frame: FrameType | None) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells do that to what scripts run in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,11 +73,12 @@ def _repeat_interrupt(report: Callable[[Any], None], ignored: Any) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore both during the block, which has to be short: people press Ctrl-C twice, and half an ending is none.
+    """Have neither raise anything during the block, which has to be short: people press Ctrl-C twice, and half an
+    ending is none. `end_within` counts from them nevertheless.
 
     Does nothing outside the main thread.
     """
-    with _handling(signal.SIG_IGN, ENDING):
+    with _handling(lambda *_: None, ENDING):
         yield
 
 

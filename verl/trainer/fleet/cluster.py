@@ -83,7 +83,9 @@ class Cluster:
         self.manager: CheckpointEngineManager | None = None
         self.restart_limit = RestartLimit(config.trainer.max_restarts, config.trainer.restart_window_s)
         """Of trainer ranks, and of what else a loop runs."""
-        self.recovery = Recovery(max_restarts=config.actor_rollout_ref.rollout.max_restarts)
+        self.recovery = Recovery(
+            max_restarts=config.actor_rollout_ref.rollout.max_restarts, around=self._ray.needing_gcs
+        )
         self.recovery.watch(MACHINES, lambda: self.run(self._lost_machines.leave()))
         self.recovery.watch(NODES, lambda: self.run(self.nodes.restart_lost()))
         self.recovery.watch(REPLICAS, lambda: self.run(self._pool.heal()))
@@ -134,6 +136,8 @@ class Cluster:
         except BaseException as exc:
             self._ray.add_note(exc)
             self.close(in_order=False)
+            if self._ray.lost is not None:
+                raise self._ray.lost from None
             raise
 
     @property
@@ -245,6 +249,7 @@ class Cluster:
         `in_order` lets members finish and close what they hold. Otherwise they are killed, which is quick and sure when
         some of them hang or are dead already; what they hold (shared memory, engine processes) goes with them.
         """
+        in_order &= self._ray.is_whole
         with uninterrupted():
             if in_order and self.manager is not None:
                 self.run(self.manager.close())
@@ -277,6 +282,8 @@ class Cluster:
         if error is not None:
             self._ray.add_note(error)
         self.close(in_order=error is None)
+        if error is not None and self._ray.lost is not None:
+            raise self._ray.lost from None
 
     @property
     def _manager(self) -> CheckpointEngineManager:

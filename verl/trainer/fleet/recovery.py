@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -58,11 +59,13 @@ class RestartLimit:
 class Recovery:
     """For one run, on its driver."""
 
-    def __init__(self, *, max_restarts: int) -> None:
+    def __init__(self, *, max_restarts: int, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """A batch that fails is generated again at most `max_restarts` times, a sync made again once.
 
-        A step, as often as who looks after trainer ranks starts them again: `RestartLimit`.
+        A step, as often as who looks after trainer ranks starts them again: `RestartLimit`. `around` every look: it may
+        raise if nothing can be started.
         """
+        self._around = around
         self._most: dict[str, float] = {SYNC: 1, BATCH: max_restarts, STEP: math.inf}
         self._looks: dict[str, Look] = {}
         self._found: Counter[str] = Counter()
@@ -81,9 +84,10 @@ class Recovery:
 
     def look(self, work: str) -> None:
         """Start again what died of what `work` needs. Raises what a look raises."""
-        for kind in LOOKED_AT[work]:
-            if kind in self._looks:
-                self.found(kind, self._looks[kind]())
+        with self._around():
+            for kind in LOOKED_AT[work]:
+                if kind in self._looks:
+                    self.found(kind, self._looks[kind]())
 
     def recovers(self, work: str, *, since: int, tried: int) -> bool:
         """Whether `work`, which has failed, is tried again: only if something of what it needs had died.

@@ -8,8 +8,9 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import ray
 
 from verl import envs
 from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
-from verl.checkpoint_engine.support.signals import uninterrupted
+from verl.checkpoint_engine.support.signals import interrupt_main_thread, uninterrupted
 from verl.compat.ray import never_start_by_itself, show_token, sigterm_left_alone, without_idle_processes
 from verl.utils.config import ConfigError, did_you_mean
 
 from . import ending_agents
+from .ray_watch import RayLost, RayWatch, gcs_of, raylet_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,11 @@ LOCAL = "local"
 """Ray's name for an address at which it starts one of its own, and joins none that is there."""
 REACHED_WITHIN_S = 10.0
 """Ray itself tries for minutes, and says something every five seconds."""
+LEAVES_WITHIN_S = 3.0
+"""How long a driver that has lost its Ray may take to end in order."""
+GCS_MISSED = {"gcs_rpc_server_reconnect_timeout_s": 86_400}
+"""Ray's processes, the driver too, would end a minute after the GCS, with nothing but a line of Ray's own. This is how
+the driver is told; a raylet begins to count before, and reads it from its environment alone."""
 
 _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
@@ -88,14 +95,26 @@ class RaySession:
         self._timeline = timeline
         self.owned = False
         """Whether `close` ends Ray, and everything in it."""
+        self.lost: RayLost | None = None
+        """Why the main thread was interrupted, if it was not by Ctrl-C."""
         self._log_dir: Path | None = None
         self._cleanup: CleanupProcess | None = None
+        self._watches: list[RayWatch] = []
+        self._without_gcs = ""
+        """What has become of it."""
+        self._need_gcs = 0
+        """How many blocks, one in the other."""
+        self._closed = threading.Event()
 
     def start(self, arguments: Mapping[str, Any]) -> None:
         """`arguments` of `ray.init` go before ours. Does nothing if this process is connected to a Ray.
 
         A KeyboardInterrupt does not wait for the seconds that Ray needs: what has been started of it is killed. This
         process then holds half of a Ray and has to end without the interpreter's exit hooks, as `main_ppo` does.
+
+        When the raylet of this host is gone, or its GCS while something needs that, the main thread gets a
+        KeyboardInterrupt, and `lost` says why. A process that has not called `close` some seconds later ends with exit
+        code 1: a call of Ray holds it.
         """
         if ray.is_initialized():
             return
@@ -113,14 +132,23 @@ class RaySession:
             "logging_level": "error",
         }
         ours |= {**arguments, "address": address}
+        if address == LOCAL:
+            ours["_system_config"] = GCS_MISSED | dict(arguments.get("_system_config") or {})
+        said = {f"RAY_{key}": str(value) for key, value in GCS_MISSED.items() if address == LOCAL}
         with sigterm_left_alone(), without_idle_processes(ours):
             strangers = set(psutil.Process().children())
-            os.environ[MARK] = mark = secrets.token_hex(8)
+            mark = secrets.token_hex(8)
+            told = {MARK: mark} | {key: value for key, value in said.items() if key not in os.environ}
+            os.environ.update(told)
             try:
                 context = _init(ours, strangers)
-                session = getattr(context, "address_info", {}).get("session_dir")
+                about = getattr(context, "address_info", {})
+                session = about.get("session_dir")
                 if session and address == LOCAL:
                     Path(session).chmod(0o700)  # Ray opens it to everyone, with logs and sockets in it
+                for process, on_lost in ((raylet_of(about), self._lose_raylet), (gcs_of(about), self._lose_gcs)):
+                    if process is not None:
+                        self._watches.append(RayWatch(process, on_lost))
                 if session:
                     self._log_dir = Path(session) / "logs"
                     if sys.platform == "linux" and address == LOCAL:
@@ -132,7 +160,8 @@ class RaySession:
                     self.owned = False
                 raise
             finally:
-                del os.environ[MARK]
+                for key in told:
+                    del os.environ[key]
 
     def add_note(self, error: BaseException) -> None:
         """Say where the processes' own words are."""
@@ -141,15 +170,66 @@ class RaySession:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._timeline and ray.is_initialized():
+        for watch in self._watches:
+            watch.close()
+        if self._timeline and ray.is_initialized() and self.is_whole:
             ray.timeline(filename=self._timeline)
             self._timeline = None
         if self.owned:
             self.owned = False
-            ray.shutdown()
+            if self.is_whole:
+                ray.shutdown()
+            else:  # which would wait for what is gone, and without end for what is stopped
+                for watch in self._watches:
+                    with suppress(psutil.NoSuchProcess):
+                        watch.process.kill()
         if self._cleanup is not None:
             self._cleanup.close()
             self._cleanup = None
+        self._closed.set()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of Ray's own processes on this host run."""
+        return self.lost is None and not self._without_gcs
+
+    @contextmanager
+    def needing_gcs(self) -> Iterator[None]:
+        """Around what starts members. Raises RayLost if the GCS is gone."""
+        if self._without_gcs:
+            self.lost = RayLost(self._said_of_gcs())
+            threading.Thread(target=self._end_in_time, name="ends-in-time", daemon=True).start()
+            raise self.lost
+        self._need_gcs += 1
+        try:
+            yield
+        finally:
+            self._need_gcs -= 1
+
+    def _lose_raylet(self, what: str) -> None:
+        log = f", whose log is in {self._log_dir}" if self._log_dir is not None else ""
+        self._lose(f"the raylet of this host {what}: it is Ray's own process{log}, which every member of the run needs")
+
+    def _lose_gcs(self, what: str) -> None:
+        self._without_gcs = what
+        if self._need_gcs:
+            self._lose(self._said_of_gcs())
+        else:
+            logger.warning("Ray's GCS %s: the run goes on until one of its processes would have to be started", what)
+
+    def _said_of_gcs(self) -> str:
+        return f"Ray's GCS {self._without_gcs}: no process of the run that died can be started again"
+
+    def _lose(self, what: str) -> None:
+        self.lost = RayLost(what)
+        interrupt_main_thread()
+        self._end_in_time()
+
+    def _end_in_time(self) -> None:
+        if not self._closed.wait(LEAVES_WITHIN_S):
+            sys.stderr.write(f"error: {self.lost}\n")
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:

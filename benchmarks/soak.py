@@ -4,7 +4,8 @@
     python -m benchmarks.soak --minutes 60 --seed 7 --mode hybrid trainer.save_freq=10
 
 A fault comes some seconds after the run has completed the step that follows the one before. The seed decides whom it
-hits, how, and when. A run that ends is told as not survived, and another one begins. Whatever is given at the end
+hits, how, and when. A run that ends is told as not survived, and another one begins; so it does after Ray's own
+processes were hit, of which a run without raylet has to end within 20 s and to say so. Whatever is given at the end
 overrides keys of the run, as on its command line.
 """
 
@@ -56,8 +57,14 @@ VICTIMS = {
     "server": ("ray::RolloutServer", False),
     "rollout node": ("ray::CheckpointEngineWorker", False),
     "agent loop": ("ray::AgentLoopWorker", False),
+    "raylet": (r"\S*/raylet/raylet ", True),
+    "GCS": (r"\S*/gcs_server ", True),
 }
 """By the titles that Ray gives them, and whether they are stopped, too."""
+ENDS = re.compile(r"^error: the raylet of this host \(pid \d+\) (is gone|has been stopped)", re.MULTILINE)
+"""How a run says that it cannot go on."""
+SAID_WITHIN_S = 20.0
+"""By a run that cannot go on."""
 QUICK = (
     "trainer.device=cpu",
     "trainer.val_before_train=false",
@@ -194,6 +201,13 @@ class Run:
             time.sleep(0.05)
         return True
 
+    def ends_by_itself(self, timeout_s: float) -> bool:
+        """Wait for that. Whether it ends in time, with its reason."""
+        try:
+            return self.driver.wait(timeout_s) == 1 and ENDS.search(self.log) is not None
+        except subprocess.TimeoutExpired:
+            return False
+
     def processes(self) -> dict[int, str]:
         """Titles of what the driver has started."""
         found = {}
@@ -264,7 +278,11 @@ def hit(run: Run, chance: random.Random, kinds: Collection[str] = VICTIMS.keys()
 
 
 def soak(run: Run, until_s: float, chance: random.Random, tally: Tally, kinds: Collection[str]) -> bool:
-    """Faults until then, that hit one of `kinds`. Whether the run lives."""
+    """Faults until then, that hit one of `kinds`, or until one after which a run cannot start anything again. Whether
+    the run did what it should.
+
+    Without its raylet it ends, in time and with its reason; without GCS it goes on until another process dies.
+    """
     if not run.next_step(STARTS_WITHIN_S):
         return False
     while time.monotonic() < until_s:
@@ -273,6 +291,11 @@ def soak(run: Run, until_s: float, chance: random.Random, tally: Tally, kinds: C
             continue
         (what, step), began_s, told = fault, time.monotonic(), len(run.log)
         tally.faults.append((what, None))
+        if what.startswith("raylet"):
+            if not run.ends_by_itself(SAID_WITHIN_S):
+                return False
+            tally.faults[-1] = what, time.monotonic() - began_s
+            return True
         # The step under way may be complete without what was hit; the one after it is not.
         if not run.next_step(STEP_WITHIN_S):
             return False
@@ -285,6 +308,8 @@ def soak(run: Run, until_s: float, chance: random.Random, tally: Tally, kinds: C
         for went_on in GOES_ON.findall(run.log[told:]):
             tally.steps_lost += max(step - int(went_on), 0)
         print(f"{what}: {seconds:.1f} s", flush=True)
+        if what.startswith("GCS"):
+            break
     return True
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from benchmarks import soak
 from benchmarks.soak import VICTIMS, Tally, account, account_parts, hit
 from verl.trainer.fleet.trainer_ranks import PARTS
 
@@ -90,8 +91,24 @@ def test_the_seed_decides_who_is_hit_and_processes_of_other_kinds_are_left_alone
             process.wait()
 
 
+@pytest.mark.parametrize(
+    ("code", "words", "survives"),
+    [
+        (1, "error: the raylet of this host (pid 7) is gone: it is", True),
+        (1, "Traceback (most recent call last):", False),
+        (130, "error: the raylet of this host (pid 7) is gone: it is", False),
+    ],
+)
+def test_a_run_without_raylet_has_to_end_with_its_reason(tmp_path, code, words, survives):
+    run = object.__new__(soak.Run)
+    run.directory = tmp_path
+    (tmp_path / "log").write_text(f"step 1\n{words}\n")
+    run.driver = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+    assert run.ends_by_itself(60.0) is survives
+
+
 def test_nobody_is_hit_while_nobody_is_there(tmp_path):
-    assert hit(Run(tmp_path, {1: "raylet"}), random.Random(0)) is None
+    assert hit(Run(tmp_path, {1: "ray::IDLE"}), random.Random(0)) is None
 
 
 @pytest.mark.parametrize("name", ["rollouter", "queue"])

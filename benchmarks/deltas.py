@@ -52,6 +52,9 @@ class Settings:
     learning_rates: list[float] = option([1e-7, 3e-7, 1e-6, 3e-6], "of the codec's table")
     hosts_learning_rates: list[float] = option([1.4e-6], "of the syncs")
     gbit_per_s: list[float] = option([1.0, 10.0], "of each link; 0: one host", least=0)
+    delay_ms: float = option(0.0, "of a packet from host to host", least=0)
+    loss: float = option(0.0, "share of packets that get lost on the way", least=0, most=0.5)
+    ways: list[str] = option(list(DELTA), "of the syncs, as checkpoint_engine.delta", choices=tuple(DELTA))
     nodes: list[int] = option([1, 5], "rollout nodes, a host each", least=1, most=MAX_HOSTS - 1)
     size_mib: float = option(256.0, "of the model in bfloat16", least=2)
     repeats: int = option(3, "measured versions", least=1)
@@ -73,7 +76,7 @@ async def measure(settings: Settings) -> dict[str, Any]:
         with _recorded(settings, rate) as directory:
             for gbit_per_s in settings.gbit_per_s:
                 for count in settings.nodes:
-                    ways = await _measure_ways(Path(directory), gbit_per_s, count, settings.repeats)
+                    ways = await _measure_ways(Path(directory), gbit_per_s, count, settings)
                     fleets.append({"learning_rate": rate, "gbit_per_s": gbit_per_s, "nodes": count, "ways": ways})
     return {"codec": codec, "fleets": fleets}
 
@@ -120,11 +123,15 @@ def _measure_codec(directory: Path, repeats: int) -> dict[str, Any]:
     return medians(samples)
 
 
-async def _measure_ways(directory: Path, gbit_per_s: float, nodes: int, repeats: int) -> dict[str, Any]:
+async def _measure_ways(directory: Path, gbit_per_s: float, nodes: int, settings: Settings) -> dict[str, Any]:
+    async def measured(hosts: Sequence[Host | None]) -> dict[str, Any]:
+        return {delta: await _measure(delta, directory, hosts, settings.repeats) for delta in settings.ways}
+
     if not gbit_per_s:
-        return {delta: await _measure(delta, directory, [None] * (1 + nodes), repeats) for delta in DELTA}
-    with joined_hosts(1 + nodes, gbit_per_s=gbit_per_s) as hosts:
-        return {delta: await _measure(delta, directory, hosts, repeats) for delta in DELTA}
+        return await measured([None] * (1 + nodes))
+    delay_s, loss = settings.delay_ms / 1000, settings.loss
+    with joined_hosts(1 + nodes, gbit_per_s=gbit_per_s, delay_s=delay_s, loss=loss) as hosts:
+        return await measured(hosts)
 
 
 async def _measure(delta: str, directory: Path, hosts: Sequence[Host | None], repeats: int) -> dict[str, float]:
@@ -190,22 +197,24 @@ SYNCS = {
 def report(result: dict[str, Any]) -> Report:
     """Bits of a change over how much changed, and how long syncs take."""
     settings, fleets = result["settings"], result["fleets"]
+    rows = []
     for fleet in fleets:
-        fleet["changed"] = fleet["ways"]["always"]["changed_fraction"]
-    rows = [
-        {**fleet, **row, "name": DELTA[way], "faster": fleet["ways"]["off"]["sync_s"] / row["sync_s"]}
-        for fleet in fleets
-        for way, row in fleet["ways"].items()
-    ]
-    right = [auto_was_right(fleet) for fleet in fleets]
+        full = fleet["ways"].get("off")
+        fleet["changed"] = max(row["changed_fraction"] for row in fleet["ways"].values())
+        for way, row in fleet["ways"].items():
+            rows.append({**fleet, **row, "name": DELTA[way], "faster": full and full["sync_s"] / row["sync_s"]})
+    right = [auto_was_right(fleet) for fleet in fleets if fleet["ways"].keys() == DELTA.keys()]
     bits = sorted((100 * row["changed_fraction"], row["bits_per_change"]) for row in result["codec"])
     syncs = {name: [(_place(row), row["sync_s"]) for row in rows if row["name"] == name] for name in DELTA.values()}
+    of_codec = f"{settings['size_mib']:g} MiB of bfloat16 after one step of AdamW; one thread"
+    links = f"{settings['delay_ms']:g} ms, {settings['loss']:.0%} lost"
+    tables = [
+        (of_codec, CODEC, result["codec"]),
+        (f"syncs, backend tcp; a link of 0: one host; packets: {links}", SYNCS, rows),
+    ]
     return Report(
         [
-            table(
-                f"{settings['size_mib']:g} MiB of bfloat16 after one step of AdamW; one thread", CODEC, result["codec"]
-            ),
-            table("syncs, backend tcp; a link of 0: one host", SYNCS, rows),
+            *(table(title, columns, shown) for title, columns, shown in tables if shown),
             f"auto took the faster way, or one as fast within {SAME:.0%}: {sum(right)} of {len(right)}\n"
             f"medians of {settings['repeats']}; the cores are those of all hosts",
         ],

@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.long_links import carrying
+
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 INTERFACE, BRIDGE = "net0", "bridge0"
@@ -85,9 +87,12 @@ class NotPermitted(OSError):
 
 
 @contextlib.contextmanager
-def joined_hosts(count: int = 2, *, gbit_per_s: float | None = None) -> Iterator[tuple[Host, ...]]:
+def joined_hosts(
+    count: int = 2, *, gbit_per_s: float | None = None, delay_s: float = 0.0, loss: float = 0.0
+) -> Iterator[tuple[Host, ...]]:
     """Hosts that reach each other, each over a link that carries `gbit_per_s` in either direction; None: no limit.
 
+    A packet takes `delay_s` from one host to another, and of packets `loss` get lost on the way: see `long_links`.
     Raises NotPermitted. The names carry the process id, so that several of these do not meet.
     """
     if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -110,9 +115,19 @@ def joined_hosts(count: int = 2, *, gbit_per_s: float | None = None) -> Iterator
                 raise NotPermitted(f"network namespaces cannot be made: {exc.stderr.strip()}") from exc
             stack.callback(_run, "ip", "netns", "del", namespace)
         try:
+            if delay_s or loss:
+                ends = [(host.namespace, INTERFACE, stem, host.port) for host in hosts]
+                # Between two hosts are two links.
+                stack.enter_context(carrying(ends, delay_s=delay_s / 2, loss=1 - (1 - loss) ** 0.5))
+            else:
+                for host in hosts:
+                    far = ("netns", host.namespace, "type", "veth", "peer", "name", host.port, "netns", stem)
+                    _run("ip", "link", "add", INTERFACE, *far)
             _wire(hosts, gbit_per_s)
         except subprocess.CalledProcessError as exc:
             raise NotPermitted(f"{' '.join(exc.cmd)}: {exc.stderr.strip()}") from exc
+        except OSError as exc:
+            raise NotPermitted(str(exc)) from exc
         yield hosts
 
 
@@ -122,8 +137,6 @@ def _wire(hosts: tuple[Host, ...], gbit_per_s: float | None) -> None:
     _run("ip", "-n", switch, "link", "set", BRIDGE, "up")
     for host in hosts:
         own = ("ip", "-n", host.namespace)
-        ends = ("netns", host.namespace, "type", "veth", "peer", "name", host.port, "netns", switch)
-        _run("ip", "link", "add", INTERFACE, *ends)
         _run("ip", "-n", switch, "link", "set", host.port, "master", BRIDGE, "up")
         _run(*own, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
         for interface in ("lo", INTERFACE):

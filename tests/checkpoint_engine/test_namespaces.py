@@ -60,9 +60,9 @@ class FleetOnHosts(ProcessFleet):
 
 
 @contextlib.contextmanager
-def hosts_or_skip(count: int) -> Iterator[tuple[Host, ...]]:
+def hosts_or_skip(count: int, **links: float) -> Iterator[tuple[Host, ...]]:
     try:
-        with joined_hosts(count) as hosts:
+        with joined_hosts(count, **links) as hosts:
             yield hosts
     except NotPermitted as exc:
         pytest.skip(str(exc))
@@ -162,6 +162,51 @@ async def test_a_host_that_is_cut_off_while_it_stages_fails_syncs_in_time_until_
             assert fleet.dead() == []
             hosts[-1].join_again()
             await assert_syncs_go_on_and_nothing_leaks(fleet, before)
+
+
+class Always(dict[str, Any]):
+    """For `Through.before`: the same before every call."""
+
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self._step = step
+
+    def get(self, *_: Any) -> Any:
+        return self._step
+
+
+@pytest.mark.cells(4)
+@pytest.mark.parametrize(
+    ("method", "phase"), [("begin", "publish"), ("stage", "stage"), ("verify", "verify"), ("commit", "commit")]
+)
+async def test_a_partition_in_any_phase_over_a_long_link_is_named_in_time_and_heals(
+    method: str, phase: str, tmp_path: Path
+) -> None:
+    """Bytes and calls: whoever manages the sync is on the trainer's host."""
+    within_s = DEADLINES | {"stage_s": 60.0}  # that is how long bytes take on a machine that is busy
+    config = config_of("tcp", deadlines=within_s)
+    with hosts_or_skip(2, gbit_per_s=0.1, delay_s=0.03, loss=0.02) as hosts:
+        async with FleetOnHosts(hosts, config, tmp_path) as fleet:
+            node, healed = fleet["node-0"], asyncio.Event()
+
+            async def cut() -> None:
+                hosts[1].cut_off()
+                node.before = Always(healed.wait)
+                await healed.wait()
+
+            await fleet.sync(1)
+            fleet.assert_serves(1)
+            node.before[method] = cut
+            error = await failure_in_time(fleet.sync(2))
+            assert isinstance(error, SyncAborted)
+            assert (error.version, error.phase, "node-0" in str(error)) == (2, phase, True)
+            assert isinstance(error.__cause__, TransportTimeout)
+            fleet.assert_serves(1)
+            node.before = {}
+            healed.set()
+            hosts[1].join_again()
+            await fleet.sync(3)
+            fleet.assert_serves(3)
 
 
 async def failure_in_time(sync: Awaitable[None]) -> CheckpointEngineError:

@@ -107,7 +107,7 @@ def raylet_of(job):
     return raylet
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_run_without_its_raylet_ends_with_the_reason_or_when_it_is_told_to(start, warm, number):
     """A stopped one is given time: SIGTERM does not wait for that."""
     job = start(ONE_RANK, *LONG_RESPONSES, warm=warm)

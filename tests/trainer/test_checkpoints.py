@@ -35,6 +35,8 @@ def save(config, *steps):
                 (directory / part).mkdir()
                 (directory / part / "weights").write_text(f"of step {step}")
                 write_digests(directory / part, ["weights"], "digests-0.json")
+            (directory / "actor/lora_adapter").mkdir()
+            (directory / "actor/lora_adapter/adapter_model.safetensors").write_text("for others")
         found.publish()
 
 
@@ -97,6 +99,7 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+ADAPTER = "actor/lora_adapter/adapter_model.safetensors"
 DAMAGE = {
     "flipped": (flip, "has other bytes than when it was written"),
     "cut": (cut, r"has \d+ bytes, and had \d+ when it was written"),
@@ -105,7 +108,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.parametrize("file", ["data.pt", "actor/weights", "critic/weights", "critic/digests-0.json"])
+@pytest.mark.parametrize("file", ["data.pt", "actor/weights", "critic/weights", "critic/digests-0.json", ADAPTER])
 def test_a_damaged_file_is_named_and_the_newest_whole_checkpoint_offered(config, caplog, file, how):
     save(config, 1, 2, 3, 4)
     root = CheckpointDirectory(config).root
@@ -140,11 +143,16 @@ def test_what_a_checkpoint_notes_of_its_files_may_be_damaged_too(config):
         CheckpointDirectory(replace(config, resume_fallback=True)).find()
 
 
-def test_a_checkpoint_without_digests_is_gone_on_from(config):
+def test_only_of_checkpoints_that_never_had_digests_they_may_be_missing(config):
     save(config, 1)
     path = CheckpointDirectory(config).root / "global_step_1"
     for file in path.rglob("digests*.json"):
         file.unlink()
+    with pytest.raises(ConfigError, match=r"damaged: .*global_step_1/digests.json is gone"):
+        CheckpointDirectory(config).find()
+    record = json.loads((path / "trainer.json").read_text())
+    del record["has_digests"]
+    (path / "trainer.json").write_text(json.dumps(record))
     assert CheckpointDirectory(config).find() == path
 
 

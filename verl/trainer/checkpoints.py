@@ -149,13 +149,16 @@ class CheckpointDirectory:
                 "rewards_before": state.rewards_before,
                 "serial": 1 + max((_serial(path) for path in self._found()), default=0),
                 "branched_from": self._branched_from,
+                "has_digests": True,
             }
             files = {"data.pt": _saved(state.dataloader), RECORD: json.dumps(record).encode()}
             with full_disk_told(partial, sum(map(len, files.values()))):
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
-                # With those of the ranks' digests: neither these nor a whole part can be missed without a word.
-                write_digests(partial, [*files, *(str(path.relative_to(partial)) for path in noted_in(partial, PARTS))])
+                # With the ranks' digests, so that neither these nor a whole part can be missed without a word, and with
+                # the adapters, which they write for others.
+                theirs = [*noted_in(partial, PARTS), *partial.glob("*/lora_adapter/*")]
+                write_digests(partial, [*files, *(str(path.relative_to(partial)) for path in theirs)])
                 self._new_pointer.write_text(str(state.step))
                 sync_to_disk(partial)
                 sync_to_disk(self.root)
@@ -291,9 +294,11 @@ def _record(path: Path) -> dict[str, Any]:
 def _damage(path: Path) -> str:
     """What is wrong with a file of a checkpoint; empty if nothing is, as far as the driver looks."""
     try:
-        _record(path)
+        record = _record(path)
     except ConfigError as exc:
         return str(exc)
+    if record.get("has_digests") and not (path / "digests.json").is_file():
+        return f"{path / 'digests.json'} is gone"
     found = (damaged(path / part, bytes_up_to=COMPARED_NBYTES) for part in PARTS if (path / part).is_dir())
     return next((wrong for wrong in found if wrong), "")
 

@@ -31,7 +31,7 @@ test-all: install sglang vision ## every test; of long matrices the day's part (
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
-models: install ## try every architecture of docs/models.md in trainers and vLLM, which takes long; writes the page; ARGS="--only llama,gpt2"
+models: install vision ## try every architecture of docs/models.md in trainers and vLLM, which takes long; writes the page; ARGS="--only llama,gpt2"
 	@$(BIN)/python scripts/models_page.py --run $(ARGS)
 
 # Beside the environment: as a dependency it would replace packages that vLLM needs.

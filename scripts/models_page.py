@@ -92,8 +92,8 @@ every kind that the field trains. A cell is *right*, or names the part that refu
 
 Models *around a language model* also see. The trainer has their language model, which is compared with the whole model
 on text; what sees stays in the files, and exports have it unchanged. vLLM gets the language model alone
-(`language_model_only`) and builds it with torchvision, which the installation for CPUs lacks: gemma4 was run once with
-it, and computed with what vLLM loads from disk.
+(`language_model_only`) and builds it with torchvision, as the language models of Qwen 3.5. The installation for CPUs
+lacks it; these rows had it.
 
 `python -m verl.checkpoint_engine.certify --model DIR` tests another model, or a real one, in a minute.
 """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+TORCHVISION = ROOT / ".venv/vision"
+"""Where `make vision` puts it: beside the environment, of which it would be part in every process."""
+HAS_TORCHVISION = TORCHVISION.exists() or importlib.util.find_spec("torchvision") is not None
+
+
+def with_torchvision() -> dict[str, str]:
+    """The environment of a process of its own that finds it."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(TORCHVISION), str(ROOT), *sys.path])}
 
 
 def noise(seed: int = 0, width: int = 84, height: int = 56) -> Image.Image:

@@ -354,6 +354,16 @@ def test_what_the_language_model_in_a_model_that_sees_is_not_trained_with_is_ref
     assert "mistral3, which is more than a language model" in str(refusal.value)
 
 
+def test_the_language_model_of_qwen3_5_needs_torchvision_in_vllm_too(tmp_path, monkeypatch):
+    write_checkpoint(ARCHITECTURES["qwen3_5_text"], tmp_path)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
+    overrides = [f"actor_rollout_ref.model.path={tmp_path}", "algorithm.adv_estimator=grpo"]
+    said = "qwen3_5_text is built by vLLM with torchvision, which is not installed"
+    with pytest.raises(config_errors.ConfigError, match=said):
+        requirements.require_text_of_wrapper(load_config(overrides))
+    requirements.require_text_of_wrapper(load_config([*overrides, "actor_rollout_ref.rollout.name=hf"]))
+
+
 def test_a_critic_is_not_made_of_a_model_that_also_sees(refuse, sees):
     gae = ["actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=gae"]
     (message,) = refuse(f"actor_rollout_ref.model.path={sees}", *gae)

@@ -1,9 +1,10 @@
 """A vLLM engine of ours that is sent versions of a model that sees, and what it answers to prompts with pictures.
 
-    python -m tests.workers.rollout.seen_process ANSWERS MODEL ...
+    python -m tests.workers.rollout.seen_process ANSWERS RANKS MODEL ...
 
-Versions are 1, 2, ... of the models in their order. Writes a JSON object: `checks` of the engine by version, `answers`,
-[tokens, log-probs] by version of each of PROMPTS, and `refused`, what it said of requests that cannot be answered.
+The engine has RANKS tensor-parallel ranks. Versions are 1, 2, ... of the models in their order. Writes a JSON object:
+`checks` of the engine by version, `answers`, [tokens, log-probs] by version of each of PROMPTS, and `refused`, what it
+said of requests that cannot be answered.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LENGTH = 12
 VERSIONS = (1, 2)
 
 
-async def answered(models: dict[int, Path], trainer: Any, gone: Any) -> dict[str, Any]:
+async def answered(models: dict[int, Path], ranks: int, trainer: Any, gone: Any) -> dict[str, Any]:
     """`gone`: a picture whose file is not there any more."""
     from tests.pictures import noise
     from tests.workers.rollout.test_seeing import PROMPTS, prompt_ids
@@ -31,7 +32,11 @@ async def answered(models: dict[int, Path], trainer: Any, gone: Any) -> dict[str
     from verl.workers.rollout.vllm.engine import VLLMEngine
 
     config = RolloutConfig(
-        name="vllm", dtype="float32", cpu_kvcache_gib=0.1, checkpoint_engine={"check_engine": "always"}
+        name="vllm",
+        dtype="float32",
+        cpu_kvcache_gib=0.1,
+        tensor_model_parallel_size=ranks,
+        checkpoint_engine={"check_engine": "always"},
     )
     model = HFModelConfig(path=str(models[1]))
     engine = VLLMEngine(
@@ -73,11 +78,11 @@ def main() -> None:
 
     gone = keep(noise(9))
     Path(gone.path).unlink()
-    written, *directories = map(Path, sys.argv[1:])
-    models = dict(enumerate(directories, 1))
+    written, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    models = dict(enumerate(map(Path, sys.argv[3:]), 1))
     trainer = Trainer(models, AutoModelForImageTextToText)
     try:
-        written.write_text(json.dumps(asyncio.run(answered(models, trainer, gone))))
+        written.write_text(json.dumps(asyncio.run(answered(models, ranks, trainer, gone))))
     finally:
         trainer.close()
 

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+from tests.pictures import HAS_TORCHVISION, with_torchvision
 from tests.workers.rollout.seen_process import LENGTH, VERSIONS
 from tests.workers.rollout.test_seeing import PROMPTS, by_transformers, prompt_ids
 from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
 
-ROOT = Path(__file__).parents[3]
-TORCHVISION = ROOT / ".venv/vision"
-"""Where `make vision` puts it: beside the environment, of which it would be part in every process."""
+SPLIT = "qwen3_vl"
+"""Over two ranks, with heads of the tower and of the language model on each."""
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(
-        not (TORCHVISION.exists() or importlib.util.find_spec("torchvision")), reason="no torchvision: make vision"
-    ),
+    pytest.mark.skipif(not HAS_TORCHVISION, reason="no torchvision: make vision"),
 ]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=[*((name, 1) for name in ARCHITECTURES), (SPLIT, 2)], ids=str)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What an engine found and answered, and the models that it was sent."""
+    name, ranks = request.param
     base = tmp_path_factory.mktemp("sees")
-    models = {version: make_tiny_seeing_model(base / str(version), request.param, seed=version) for version in VERSIONS}
+    models = {version: make_tiny_seeing_model(base / str(version), name, seed=version) for version in VERSIONS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_CACHE_DIR", str(base / "cache"))
-        path = os.pathsep.join([str(TORCHVISION), str(ROOT), *sys.path])
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        environment |= {"PYTHONPATH": path, "TMPDIR": str(base)}
-        program = [sys.executable, "-m", "tests.workers.rollout.seen_process", str(base / "answers")]
+        environment = with_torchvision() | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(base)}
+        environment |= {"VLLM_LOGGING_LEVEL": "ERROR"}
+        program = [sys.executable, "-m", "tests.workers.rollout.seen_process", str(base / "answers"), str(ranks)]
         ended = subprocess.run(
             [*program, *map(str, models.values())], env=environment, capture_output=True, text=True, check=False
         )

@@ -112,9 +112,12 @@ def require_heads(config: PPOConfig) -> None:
 def require_text_of_wrapper(config: PPOConfig) -> None:
     """What is known not to work, or has not been tried, with a policy that also sees; others pass."""
     policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
+    named = f"{MODEL_KEY}.path={policy.model.path}: {model.model_type}"
+    if model.model_type.startswith("qwen3_5"):  # the code of its language model is in one file with that of its tower
+        _require_torchvision(config, named)
     if not is_wrapper(model):
         return
-    what = f"{MODEL_KEY}.path={policy.model.path}: {model.model_type}, which is more than a language model,"
+    what = f"{named}, which is more than a language model,"
     if policy.rollout.name not in ("vllm", "hf"):
         raise ConfigError(f"{what} has not been tried with rollout.name={policy.rollout.name}: set it to vllm or hf")
     _require_torchvision(config, what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,3 +73,7 @@ WITH_EMPTY = {
 }
 ON_A_HOLE = {"a score on a hole": batch(10, "aaabbb", lengths=(9, 6, 4, 7, 5, 8), holes=[(0, 8), (4, 4)])}
 ROUNDED = {"equal scores whose mean is rounded": batch(12, "aaabbb", scores=[0.04710861295461655] * 6)}
+NOT_FINITE = {
+    f"a score of {number}": batch(0, "aaabbb", scores=[number, 1.0, 0.0, 1.0, 0.0, 1.0])
+    for number in (math.inf, -math.inf, math.nan)
+} | {"infinities of both signs": batch(0, "aaabbb", scores=[math.inf, -math.inf, 0.0, math.inf, math.inf, 1.0])}

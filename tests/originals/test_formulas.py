@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.originals.batches import ON_A_HOLE, ROUNDED, WHOLE, WITH_EMPTY
+from tests.originals.batches import NOT_FINITE, ON_A_HOLE, ROUNDED, WHOLE, WITH_EMPTY
 from tests.originals.draws import batches, divergences_in_reward, formula_cases, groups, schedules
 from tests.originals.original import OURS, VERL, computed, differences
 from verl.instead.names import NAMES as NAMES_INSTEAD
@@ -36,7 +36,7 @@ DIVERGENCES = [name + plus for name in ("kl", "k1", "abs", "mse", "k2", "low_var
 
 
 def cases() -> Iterator[Case]:
-    for batch in ROUNDED:
+    for batch in ROUNDED | NOT_FINITE:
         yield from (("estimator", batch, name, {}) for name in ESTIMATORS)
     for batch in BATCHES:
         yield from (("estimator", batch, name, {}) for name in ESTIMATORS)
@@ -115,7 +115,7 @@ def corrections() -> Iterator[dict[str, Any]]:
 def both() -> Compared:
     """(case, verl's, ours) of every case."""
     every = [*cases(), *DRAWN_CASES, NAMES, *SCHEDULES, *FILTERS, UNSHIFTED, BEYOND]
-    given = {"batches": BATCHES | ROUNDED | DRAWN | DRAWN_WITH_EMPTY, "cases": every}
+    given = {"batches": BATCHES | ROUNDED | NOT_FINITE | DRAWN | DRAWN_WITH_EMPTY, "cases": every}
     verls, ours = (computed("score_formulas.py", given, folder) for folder in (VERL, OURS))
     return list(zip(every, verls, ours, strict=True))
 
@@ -152,6 +152,13 @@ def test_advantages_and_returns_of_an_estimator_are_verls(both: Compared, name: 
         alone = name == "grpo_passk" and case[1] in ("a group of one", "groups in turns")
         assert "error" not in verls or alone, (case, verls)
         assert "error" in verls or same(verls, ours), (case, verls, ours)
+
+
+def test_scores_that_are_no_finite_numbers_reach_the_advantages_as_in_verl(both: Compared) -> None:
+    """A run ends before that: the reward manager refuses them."""
+    for case, verls, ours in chosen(both, "estimator", NOT_FINITE):
+        assert "error" not in verls, case
+        assert same(verls, ours), (case, verls, ours)
 
 
 def test_advantages_of_components_are_verls(both: Compared) -> None:

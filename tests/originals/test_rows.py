@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -70,6 +71,16 @@ FILES = {
         *(row(said("x", "y" * number, *TEXTS[1:6:2]), extra_info={"index": number}) for number in range(2, 60, 3)),
     ],
 }
+
+
+def conversation(draw: Random) -> list[dict[str, str]]:
+    """One to nine messages of a user and an assistant in turns, a system before them or not, of odd texts."""
+    texts = [draw.choice(TEXTS) * draw.randint(1, 3) + draw.choice(("", " ", "\n", "z")) for _ in range(9)]
+    system = said(texts.pop(), roles=("system",)) if draw.random() < 0.4 else []
+    return [*system, *said(*texts[: draw.choice((1, 3, 5, 7))])]
+
+
+FILES["drawn"] = [row(conversation(Random(number)), extra_info={"index": number}) for number in range(60)]
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"file": name} for name in FILES if name != "no index"},
     **{f"{name}, as JSON lines": {"file": name, "kind": "jsonl"} for name in ("texts", "indexed", "kwargs")},
@@ -121,6 +132,15 @@ CASES: dict[str, dict[str, Any]] = {
         for thinking in (True, False)
         for limit in (999, 70, 110)
     },
+    **{
+        f"drawn, {name}, at most {limit} tokens": {
+            "file": "drawn",
+            "family": name,
+            "config": {"max_prompt_length": limit, "filter_overlong_prompts": limit < 999},
+        }
+        for name in FAMILIES
+        for limit in (999, 160)
+    },
     "a prompt key": {
         "file": "indexed",
         "config": {"prompt_key": "question"},
@@ -128,7 +148,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-CUTS = [(side, length, limit) for side in ("left", "right", "middle") for length in (3, 7, 8) for limit in (1, 4, 5)]
+CUTS = [
+    (side, length, limit) for side in ("left", "right", "middle") for length in range(1, 12) for limit in range(1, 9)
+]
 DIFFERENT: dict[str, dict[str, Any]] = {
     "`index` of rows without one": {"file": "no index"},
     "a data set of which no prompt is left": {
@@ -208,3 +230,4 @@ def test_cases_of_families_drop_some_prompts_and_keep_some(both: dict[str, Any],
     """Or they would show nothing of where the limit is."""
     whole, *cut = (both[f"{family}, thinking=True, at most {limit} tokens"][0] for limit in (999, 70, 110))
     assert 0 < min(map(len, cut)) < len(whole)
+    assert 0 < len(both[f"drawn, {family}, at most 160 tokens"][0]) < len(FILES["drawn"])

@@ -72,12 +72,16 @@ def build_random(architecture: Architecture, seed: int) -> PreTrainedModel:
         for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
             if tensor.is_floating_point():
                 tensor.copy_(_random_values(name, tensor, generator))
+            elif name.endswith("tid2eid"):  # a table of the experts of each token
+                tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) % 3 + 1)
     return model
 
 
 def _random_values(name: str, initial: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Matrices keep the size of what they multiply; vectors, and the state's decay, stay around their first values."""
     noise = torch.randn(initial.shape, generator=generator)
+    if name.endswith("balancing_biases"):  # Zaya's init sets the last one after loading, whatever the file says
+        noise[-1] = 0
     if initial.dim() < 2 or name.endswith("A_log"):
         return initial + 0.1 * noise
     return noise / initial.shape[-1] ** 0.5

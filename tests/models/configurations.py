@@ -75,6 +75,16 @@ _MAMBA: Config = {
     "mamba_chunk_size": 16,
 }
 _GPT2: Config = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_BYTES: Config = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "hidden_size_global": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
 def _like(*parts: Config, **own: Any) -> Config:
@@ -151,6 +161,23 @@ DENSE: dict[str, Config] = {
     "jais2": _like(_HEAD),
     "nanochat": _like(_WIDE),
     "persimmon": _like(_WIDE),
+    "granite_swa": _like(_WIDE, _SCALINGS, _WINDOWS, layer_rope_theta=[10000.0, 500.0]),
+    "gemma4_unified_text": _like(_HEAD, _WINDOWS, final_logit_softcapping=20.0),
+    "cohere_compass_text": _like(
+        _HEAD,
+        _WINDOWS,
+        logit_scale=0.5,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 6, 4]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [6, 6, 4]},
+        },
+    ),
+    "blt": _only(
+        **{f"{part}_config": _BYTES for part in ("patcher", "encoder", "decoder", "global")},
+        encoder_hash_byte_group_vocab=500,
+    ),
+    "hrm_text": _like(_HEAD, num_layers_per_stack=1),
+    "modernbert-decoder": _like(_WIDE, _WINDOWS, local_attention=2 * WINDOW),
 }
 
 GPT_LIKE: dict[str, Config] = {
@@ -175,6 +202,13 @@ GPT_LIKE: dict[str, Config] = {
     "mpt": _only(d_model=128, n_heads=4, n_layers=2, max_seq_len=256),
     "biogpt": _like(_WIDE),
     "xglm": _only(d_model=128, ffn_dim=96, num_layers=2, attention_heads=4, max_position_embeddings=256),
+    "gpt_neox_japanese": _like(_WIDE, intermediate_multiple_size=2),
+    "openai-gpt": _only(_GPT2),
+    "ctrl": _only(_GPT2, dff=96),
+    "bert-generation": _like(_WIDE, is_decoder=True),
+    "trocr": _only(
+        d_model=128, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96, max_position_embeddings=256
+    ),
 }
 
 EXPERTS: dict[str, Config] = {
@@ -246,6 +280,56 @@ EXPERTS: dict[str, Config] = {
         max_seq_len=256,
         attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 128},
+    ),
+    "aria_text": _like(_HEAD, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, intermediate_size=64),
+    "axk1": _like(_LATENT, _EQUAL_HEADS, _ROUTED, _FIRST_DENSE),
+    "cohere2_moe": _like(
+        _HEAD,
+        _WINDOWS,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        logit_scale=0.5,
+        mlp_layer_types=["dense", "sparse"],
+        prefix_dense_intermediate_size=96,
+    ),
+    "granitemoe_swa": _like(
+        _WIDE, _LOCAL_EXPERTS, _SCALINGS, _WINDOWS, shared_intermediate_size=64, layer_rope_theta=[10000.0, 500.0]
+    ),
+    "hy_v3": _like(_HEAD, _EXPERTS, _SECOND_SPARSE, num_shared_experts=1),
+    "mellum": _like(_HEAD, _LOCAL_EXPERTS, _WINDOWS, moe_intermediate_size=64),
+    "mimo_v2_flash": _like(_HEAD, _ROUTED, _WINDOWS, _SECOND_SPARSE, v_head_dim=16, num_experts_per_tok=2),
+    "minimax_m3_vl_text": _like(
+        _HEAD,
+        _LOCAL_EXPERTS,
+        _SECOND_SPARSE,
+        dense_intermediate_size=96,
+        shared_intermediate_size=64,
+        rotary_dim=16,
+        index_n_heads=2,
+        index_head_dim=32,
+        index_block_size=4,
+        index_topk_blocks=2,
+        layer_types=["full_attention", "minimax_m3_sparse"],
+    ),
+    "deepseek_v4": _like(
+        _ROUTED,
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        head_dim=32,
+        q_lora_rank=48,
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        sliding_window=WINDOW,
+        o_groups=2,
+        o_lora_rank=32,
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=2,
+        hc_mult=2,
+        qk_rope_head_dim=16,
+        partial_rotary_factor=0.5,
     ),
 }
 
@@ -327,6 +411,52 @@ STATE_SPACE: dict[str, Config] = {
         mlp_layer_types=["dense", "sparse"],
         linear_head_dim=32,
         linear_num_heads=4,
+    ),
+    "zamba": _like(
+        num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        attention_hidden_size=128,
+        attention_head_dim=32,
+        num_key_value_heads=4,
+        n_mamba_heads=2,
+        mamba_dt_rank=8,
+        use_mamba_kernels=False,
+    ),
+    "zaya": _like(
+        _HEAD,
+        _EXPERTS,
+        num_experts_per_tok=1,
+        layer_types=["hybrid", "hybrid_sliding"],
+        sliding_window=WINDOW,
+        router_hidden_size=32,
+    ),
+    "inkling_text": _like(
+        _HEAD,
+        _ROUTED,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=32,
+        sliding_window_size=WINDOW,
+        d_rel=4,
+        rel_extent=16,
+        layer_types=["hybrid_sliding", "hybrid"],
+        mlp_layer_types=["dense", "sparse"],
+        logits_mup_width_multiplier=1.0,
+    ),
+    "qwen4_exp_text": _like(
+        _HEAD,
+        _EXPERTS,
+        _DELTA_NET,
+        shared_expert_intermediate_size=64,
+        layer_types=["linear_attention", "indexed_attention"],
+        hc_count=2,
+        hc_lowrank=16,
+        ple_layer_ids=[],
+        indexer_n_heads=16,
+        indexer_kv_heads=1,
+        indexer_head_dim=32,
+        indexer_budget=4,
+        indexer_compress_ratio=2,
     ),
 }
 

@@ -27,8 +27,10 @@ READ = {
     **dict.fromkeys(("mamba2", "nemotron_h"), ("mixer.out_proj",)),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "zamba2"), ("mamba.out_proj",)),
     "jamba": ("mamba.dt_proj",),
+    "deepseek_v4": ("self_attn.o_a_proj",),
+    "zamba": tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")),
 }
-"""Linear layers of state-space layers, whose kernels read the weights."""
+"""Linear layers whose weights are read by others: by kernels of state-space layers, in groups, or shared by layers."""
 NAMES = [name for name in ARCHITECTURES if "-" not in name and name != "gpt2" and name not in WRAPPERS]
 
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.models.architectures import ARCHITECTURES, FILE, build_random, persistent_buffers, write_checkpoint
 from tests.models.cases import NUM_PROMPT, NUM_RESPONSE, reference
+from verl.utils.config import ConfigError
+from verl.utils.trainable import require_trainable
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 SEEN_AT_ONCE = ("window", "chunk", "block_size", "index_topk")
 """Parts of names in configurations: of numbers of tokens that a layer looks at or computes at once."""
+SPEAKING = {"musicgen", "musicgen_melody"}
+"""They have no configuration by default, and an encoder with a decoder in any."""
+REFUSED_BY_PROBE = ("cpmant", "gemma4_assistant", "gemma4_unified_assistant")
+"""transformers lists them as causal language models. One looks at later tokens, the others need states of another."""
 SEES_NO_LESS = ("max_window_layers", "max_inference_chunksize")
 """Neither is such a number. xLSTM computes longer sequences than the second without gradients, but in training."""
 
@@ -79,3 +86,18 @@ def test_the_tokenizer_of_a_checkpoint_covers_its_vocabulary(checkpoints):
 
 def test_the_matrix_has_every_kind_of_model_in_number():
     assert len({architecture.model_type for architecture in ARCHITECTURES.values()}) >= 50
+
+
+def test_every_causal_language_model_of_transformers_is_in_the_matrix_or_refused():
+    def is_refused(model_type: str) -> bool:
+        try:
+            require_trainable(CONFIG_MAPPING[model_type](), "model.path")
+        except ConfigError:
+            return True
+        return False
+
+    tried = {type(architecture.make_config()).__name__ for architecture in ARCHITECTURES.values()}
+    others = {
+        kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if CONFIG_MAPPING[kind].__name__ not in tried
+    } - SPEAKING
+    assert {kind for kind in others if not is_refused(kind)} == set(REFUSED_BY_PROBE)

@@ -75,6 +75,37 @@ NOT_RUN = {
 WITH_TORCHVISION = {*WRAPPERS, "qwen3_5_text", "qwen3_5_moe_text"}
 """Of whose code a part is about pictures."""
 
+NOT_TRIED = frozenset(
+    (
+        "granite_swa",
+        "gemma4_unified_text",
+        "cohere_compass_text",
+        "hrm_text",
+        "modernbert-decoder",
+        "blt",
+        "gpt_neox_japanese",
+        "openai-gpt",
+        "ctrl",
+        "bert-generation",
+        "trocr",
+        "aria_text",
+        "axk1",
+        "cohere2_moe",
+        "granitemoe_swa",
+        "hy_v3",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax_m3_vl_text",
+        "deepseek_v4",
+        "zamba",
+        "zaya",
+        "inkling_text",
+        "qwen4_exp_text",
+    )
+)
+"""No vLLM has been asked about them."""
+TRIED = [name for name in ARCHITECTURES if name not in NOT_TRIED]
+
 
 @pytest.fixture(scope="module")
 def outcomes(
@@ -120,7 +151,7 @@ def _run(cells: Sequence[tuple[str, str]], directory: Path, warm: WarmWorkers | 
 
 @pytest.mark.cells(8)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", TRIED)
 def test_a_live_model_equals_its_load_from_disk_in_every_version(outcomes, record_property, name: str, dtype: str):
     outcome = outcomes[name, dtype]
     record_property("outcome", json.dumps(asdict(outcome)))
@@ -151,4 +182,4 @@ def test_no_result_on_record_is_wrong_and_every_cell_has_one():
     assert [row for row in rows if row["different"] or row["died"]] == []
     assert {row["architecture"] for row in rows if row["refused"]} == REFUSED.keys()
     assert {row["architecture"] for row in rows if row["not_run"]} <= NOT_RUN.keys()
-    assert {(row["architecture"], row["dtype"]) for row in rows} == {(a, d) for a in ARCHITECTURES for d in DTYPES}
+    assert {(row["architecture"], row["dtype"]) for row in rows} == {(a, d) for a in TRIED for d in DTYPES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from tests.models.architectures import ARCHITECTURES, write_checkpoint
 from verl.checkpoint_engine.ports import WeightSource
 from verl.protocol import DataProto
 from verl.utils.builtin import make_tiny_model
@@ -30,6 +32,13 @@ def tiny_model(base: Path, architecture: str, tied: bool) -> Path:
     if not directory.exists():
         make_tiny_model(directory, architecture, tie_word_embeddings=tied, hidden_size=16, head_dim=4, heads=4)
     return directory
+
+
+def write_with_shared_attention(directory: Path, name: str) -> None:
+    """A Zamba (2) of which two layers have the same attention, as published ones."""
+    blocks = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
+    known = ARCHITECTURES[name]
+    write_checkpoint(replace(known, config=known.config | blocks), directory)
 
 
 def batch(num_sequences: int, seed: int = 0) -> DataProto:
@@ -203,7 +212,7 @@ def assemble(parts_by_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
         shapes[name] = tuple(max(a, b) for a, b in zip(shapes.get(name, box.stop), box.stop, strict=True))
     whole = {}
     for name, box, values in (part for parts in parts_by_rank for part in parts):
-        whole.setdefault(name, torch.full(shapes[name], float("nan"), dtype=values.dtype))
+        whole.setdefault(name, torch.full(shapes[name], float("nan")).to(values.dtype))
         whole[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = values
     return whole
 

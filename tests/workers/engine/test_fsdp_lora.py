@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM
 
+from tests.models import cases
 from tests.workers.engine.engine_cases import (
     LEARNING_RATE,
     assemble,
@@ -18,8 +19,10 @@ from tests.workers.engine.engine_cases import (
     checkpoint_weights,
     held_parts,
     make_engine,
+    own_rows,
     reference_log_probs,
     weighted_loss,
+    write_with_shared_attention,
 )
 from verl.checkpoint_engine.plan.types import Box, Shard
 from verl.utils.config import ConfigError, from_mapping
@@ -136,6 +139,32 @@ def test_steps_equal_those_of_peft_in_one_process(ranks, models, tmp_path):
     found = assemble([result[1] for result in ranks.run(train_and_save, 2, path, tmp_path / "step", data, {})])
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
+
+
+def gradients(path, data, directory, model):
+    """Of the sum of log-probs, whole, and the model's new adapters, if it has any."""
+    engine = make_engine(path, model=model)
+    if model:
+        engine.save_checkpoint(directory, ("model",))
+    return cases.gradients(engine, own_rows(data))
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_layers_that_share_their_attention_have_the_gradients_of_one_process(ranks, tmp_path, name, model):
+    path, directory, data = tmp_path / "model", tmp_path / "new", batch(12)
+    write_with_shared_attention(path, name)
+    for found in ranks.run(gradients, 2, path, data, directory, model):
+        alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        if model:
+            alone = PeftModel.from_pretrained(alone, directory / "lora_adapter", is_trainable=True)
+        (-reference_log_probs(alone, data, 1.0)[0].sum()).backward()
+        expected = {
+            each.replace("base_model.model.", ""): parameter.grad
+            for each, parameter in alone.named_parameters()
+            if parameter.requires_grad
+        }
+        assert cases.other_gradients(found, expected) == {}
 
 
 def new_adapter(path, directory):

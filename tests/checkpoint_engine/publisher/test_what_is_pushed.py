@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from asyncio import CancelledError
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.publisher.recorded import RecordedPublisher, is_loaded
 from tests.workers.engine.rank_pool import RankPool
-from verl.checkpoint_engine import ActivationError, SyncAborted
+from verl.checkpoint_engine import ActivationError, CheckpointEngineError, SyncAborted
 from verl.checkpoint_engine.memory.delta import warm_up
 
 
@@ -328,6 +330,80 @@ def test_ranks_that_push_different_versions_or_models_are_told_both(ranks: RankP
     for versions, models in said:
         assert "this rank pushes version 3, and rank 0 version 2" in versions
         assert models == "PlanError"
+
+
+def closed_alone(shm: str, first: int, has_pushed: bool) -> str:
+    """What the other rank is told, which pushes after `first` has closed."""
+    os.environ["VERL_SHM_DIR"] = shm
+    publisher = RecordedPublisher({"w": torch.ones(3)})
+    if has_pushed:
+        publisher.push(1)
+    said = ""
+    if dist.get_rank() == first:
+        publisher.close()
+    dist.barrier()
+    if dist.get_rank() != first:
+        with pytest.raises(CheckpointEngineError) as caught:
+            publisher.push(2)
+        said = str(caught.value)
+        publisher.close()
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("has_pushed", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_closes_without_the_others_which_are_told_when_they_push(
+    first: int, has_pushed: bool, ranks: RankPool, shm: Path
+):
+    said = ranks.run(closed_alone, 2, str(shm), first, has_pushed)
+    assert "a rank of this job does not answer: it has ended, closed its publisher, or does not push" in said[1 - first]
+    assert arenas_in(shm) == []
+
+
+def closed_while_pushing(shm: str, first: int) -> str:
+    """How the push ends that hangs in a server, of which `first` closes its publisher first."""
+    os.environ["VERL_SHM_DIR"] = shm
+    publisher = RecordedPublisher({"w": torch.ones(3)})
+    publisher.push(1)
+    publisher.server.fail = lambda step: asyncio.Event().wait() if step == "activate" else None
+    pending = publisher.push_async(2)
+    for rank in (first, 1 - first):
+        if dist.get_rank() == rank:
+            publisher.close()
+        dist.barrier()
+    with pytest.raises((CheckpointEngineError, CancelledError)) as caught:
+        pending.result()
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_closes_during_a_push_waits_for_no_other(first: int, ranks: RankPool, shm: Path):
+    assert ranks.run(closed_while_pushing, 2, str(shm), first) == ["CancelledError", "SyncAborted"]
+    assert arenas_in(shm) == []
+
+
+def pushed_late(shm: str) -> list[str]:
+    """What a push says to which rank 1 comes when rank 0 has given up, and which version the next one is."""
+    os.environ["VERL_SHM_DIR"] = shm
+    with RecordedPublisher({"w": torch.ones(3)}) as publisher:
+        publisher.push(1)
+        object.__setattr__(publisher._settings.deadlines, "prepare_s", 0.5)
+        found = []
+        for rank in range(2):
+            if dist.get_rank() == rank:
+                with pytest.raises(CheckpointEngineError) as caught:
+                    publisher.push(2)
+                found.append(str(caught.value))
+            dist.barrier()
+        object.__setattr__(publisher._settings.deadlines, "prepare_s", 300.0)
+        return [*found, str(publisher.push(3).version)]
+
+
+def test_a_rank_that_pushes_too_late_is_told_and_the_next_push_is_one_again(ranks: RankPool, shm: Path):
+    for told, version in ranks.run(pushed_late, 2, str(shm)):
+        assert "trainer-1 not done within 0.5 s" in told
+        assert version == "3"
 
 
 class Unforeseen(Exception):

@@ -192,38 +192,32 @@ class WeightPublisher:
     def close(self) -> None:
         """Release the arena; servers keep their weights. Every rank calls it. Idempotent.
 
-        It cancels an active push after `ENDS_WITHIN_S`, and does not wait for a server or host that does not answer: it
-        returns within 5 s.
+        It cancels an active push after `ENDS_WITHIN_S`, and does not wait for a server or host that does not answer,
+        nor for other ranks, which are told in their next push: it returns within 5 s.
         """
         if self._closed or os.getpid() != self._process:  # a fork has none of its threads
             return
         self._closed = True
         self._give_up_pending()
+        closing = self._loop.start(self._member.close() if self._manager is None else self._let_go(self._manager))
+        self._ends_within(ENDS_WITHIN_S, closing)
+        self._loop.cancel(closing)
         if self._manager is not None:
-            closing = self._loop.start(self._let_go(self._manager))
-            self._ends_within(ENDS_WITHIN_S, closing)
-            self._loop.cancel(closing)
             self._hosts.close()
             self._rescue.close()
-            self._ranks.end(Ended())
-        else:
-            self._ranks.serve()
         self._ranks.close()
         self._background.shutdown(wait=False)
         self._loop.close()
 
     def _give_up_pending(self) -> None:
-        """What goes on is asked to end, twice: at first servers that are paused load what they were told to. Ranks but
-        the first wait until it has ended the push."""
-        if self._manager is None:
-            self._await_pending()
-            return
+        """What goes on is asked to end, twice: at first servers that are paused load what they were told to. On other
+        ranks the first rank ends it."""
         for _ in range(2):
             if self._pending is not None and not self._ends_within(ENDS_WITHIN_S / 2, self._pending):
                 self._loop.cancel_all()
 
     def _ends_within(self, timeout_s: float, work: Future[Any]) -> bool:
-        """All that rank 0 waits for when it closes, but for what it has cancelled."""
+        """All that a rank waits for when it closes, but for what it has cancelled."""
         return bool(wait([work], timeout_s).done)
 
     def _begin(self, version: SupportsIndex) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event
@@ -27,6 +27,9 @@ from ..support.loop_thread import LoopThread
 from ..sync.members import Holding, TrainerPort, methods_of
 from ..sync.trainer_rank import TrainerRank
 from .model_source import ModelSource
+
+TELLS_WITHIN_S = 1.0
+"""That a push has failed; ranks that come later are told then."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,11 @@ class Ranks:
     def __init__(self, member: TrainerRank, *, timeout_s: float, alone: bool = False) -> None:
         """`timeout_s`: for each round. Without a process group, and if it is `alone`, this rank is the only one."""
         self.rank, self.world_size = (0, 1) if alone else rank_and_size()
-        self._member = member
+        self.member = member
         self._group: Any = None
         if self.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            dist.barrier(group=self._group)  # nobody is gone before all are there
         self._loop = LoopThread("weight-publisher-rank")
         self._asked: list[Call] = []
         self._round: asyncio.Task[None] | None = None
@@ -121,7 +125,7 @@ class Ranks:
     def ports(self) -> list[TrainerPort]:
         """For the manager, on rank 0."""
         if self._group is None:
-            return [self._member]
+            return [self.member]
         return [cast(TrainerPort, _Port(self, rank)) for rank in range(self.world_size)]
 
     def serve(self) -> Ended:
@@ -137,14 +141,14 @@ class Ranks:
             self._do(asked[0])
 
     def end(self, ended: Ended) -> None:
-        """Tell the other ranks; those that are gone are not missed. Called on rank 0."""
+        """Tell the other ranks, after the round that they are in. Called on rank 0.
+
+        Those that are gone are not missed before the next push. Of an error, those that come late are told then.
+        """
         if self._group is None:
             return
-        try:
-            self._talk(lambda: dist.broadcast_object_list([ended], src=0, group=self._group))
-        except TransportError as exc:
-            if ended.error is None:
-                raise exc from None
+        told = self._thread.submit(self._talk, lambda: dist.broadcast_object_list([ended], src=0, group=self._group))
+        wait([told], None if ended.error is None else TELLS_WITHIN_S)
 
     async def ask(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Any:
         """Called on rank 0's event loop. Others that ask before it gives way are in the same round."""
@@ -181,7 +185,7 @@ class Ranks:
 
     def _do(self, asked: list[tuple[int, str, tuple[Any, ...]]]) -> list[list[Any]] | None:
         """This rank's part of a round; on rank 0 what came out on every rank, in the order of what was asked."""
-        work = [getattr(self._member, method)(*arguments) for rank, method, arguments in asked if rank == self.rank]
+        work = [getattr(self.member, method)(*arguments) for rank, method, arguments in asked if rank == self.rank]
         own = self._loop.run(_together(work))
         found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         self._talk(lambda: dist.gather_object(own, found, dst=0, group=self._group))
@@ -191,10 +195,12 @@ class Ranks:
         try:
             operation()
         except RuntimeError as exc:  # gloo: a peer has closed its connection, or did not come in time
-            raise TransportError(f"a rank of this job does not answer: {exc}") from exc
+            raise TransportError(
+                f"a rank of this job does not answer: it has ended, closed its publisher, or does not push ({exc})"
+            ) from exc
 
     def close(self) -> None:
-        """Forget the group, as far as torch can. Every rank calls it."""
+        """Forget the group, as far as torch can: ranks that ask for this one are told that it is gone."""
         self._thread.shutdown(wait=False)
         self._loop.close()
         if self._group is not None:
@@ -212,6 +218,11 @@ class _Port:
     def name(self) -> str:
         return f"trainer-{self._rank}"
 
+    async def close(self) -> None:
+        """Each rank closes its own, when its publisher is closed: the others need not be there."""
+        if self._rank == self._ranks.rank:
+            await self._ranks.member.close()
+
 
 def _asks(method: str) -> Callable[..., Awaitable[Any]]:
     async def ask(self: _Port, *arguments: Any) -> Any:
@@ -220,7 +231,7 @@ def _asks(method: str) -> Callable[..., Awaitable[Any]]:
     return ask
 
 
-for _method in methods_of(TrainerPort):
+for _method in methods_of(TrainerPort) - {"close"}:
     setattr(_Port, _method, _asks(_method))
 
 

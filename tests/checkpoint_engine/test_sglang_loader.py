@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -17,16 +17,18 @@ from safetensors.torch import save_file
 from tests.checkpoint_engine.kept_process import commit, plan_of
 from verl.checkpoint_engine.compat.sglang import stay_paused_while
 from verl.checkpoint_engine.engines.sglang import loader
+from verl.checkpoint_engine.engines.sglang.fit import fit_of
 from verl.checkpoint_engine.engines.sglang.orders import (
     Order,
     Report,
     checked,
+    fitted,
     held_digest,
     read_reports,
     reports_of,
     write_report,
 )
-from verl.checkpoint_engine.errors import ActivationError
+from verl.checkpoint_engine.errors import ActivationError, ConfigError
 from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.memory.committed import committed_digest
 
@@ -121,6 +123,144 @@ def test_integers_that_nothing_was_copied_into_are_named():
     model = Model()
     model.scale = torch.nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
     assert loaded(model).unfilled == ["scale"]
+
+
+def shapes(version: dict[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:
+    return {name: (str(held.dtype).removeprefix("torch."), [*held.shape]) for name, held in version.items()}
+
+
+class Strict(Model):
+    """Its loader asks for shapes, as SGLang's do, cuts what a rank has a part of, and may want values."""
+
+    def __init__(self, wants: Callable[[torch.Tensor], object] = bool) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self._wants = wants
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "scale":
+                self._wants(tensor)
+                self.scale.data.fill_(tensor.item())
+            elif name == "q":
+                self.qk.data.narrow(0, 0, 4).copy_(tensor.narrow(0, 0, 4))
+            elif name == "norm":
+                assert self.norm.data.shape == tensor.shape
+                self.norm.data.copy_(tensor)
+            elif name == "gate":
+                raise KeyError(name)
+            elif name == "head":  # as SGLang does on CPUs
+                self.head.data.narrow(0, tensor.shape[1], 3 - tensor.shape[1]).zero_()
+                self.head.data.narrow(0, 0, tensor.shape[1]).copy_(tensor.t())
+            else:
+                super().load_weights([(name, tensor)])
+
+
+FITS = shapes(VERSION) | {"scale": ("float32", [])}
+
+
+def without(*names: str) -> dict[str, tuple[str, list[int]]]:
+    return {name: held for name, held in FITS.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (FITS, ""),
+        (without("k"), "no tensor fills qk"),
+        (without("scale"), "no tensor fills scale"),
+        (FITS | {"norm": ("float32", [5])}, r"norm \[5\] is refused in norm \[3\]"),
+        (FITS | {"head": ("float32", [5, 4])}, r"head \[5, 4\] is refused in head \[3, 5\] \(.*\)"),
+        (FITS | {"head": ("float32", [5, 2])}, "no tensor fills head"),
+        (FITS | {"q": ("float32", [6, 3])}, r"it takes a part of q \[6, 3\] and leaves the rest"),
+        (FITS | {"gate": ("float32", [2])}, r"gate \[2\] is refused \(KeyError: 'gate'\)"),
+        (FITS | {"mtp": ("float32", [2])}, r"it takes nothing from mtp \[2\]"),
+        (FITS | {"q": ("int8", [4, 3])}, "q is int8, and its place in the model is not"),
+        (FITS | {"norm": ("bfloat16", [3])}, "norm is bfloat16, and SGLang keeps it in float32"),
+        (FITS | {"norm": ("float32", [5]), "gate": ("float32", [2])}, "model, 2 problems: norm .*; gate"),
+    ],
+)
+def test_how_a_version_would_fit_is_found_out_and_nothing_is_changed(
+    tensors: dict[str, tuple[str, list[int]]], said: str, tmp_path: Path, rank_0: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loader, "_held", Report(version=3, digest="3"))
+    model = Strict()
+    before = {name: held.clone() for name, held in model.state_dict().items()}
+    carry_out(model, Order(reports=str(tmp_path), tensors=tensors))
+    reports = reports_of(read_reports(tmp_path), 1)
+    assert (reports[0].unknown, reports[0].version) == ("", 3)
+    if said:
+        with pytest.raises(ActivationError, match=said):
+            fitted(reports, tensors)
+    else:
+        assert fitted(reports, tensors) == {}
+    assert all(torch.equal(held, before[name]) for name, held in model.state_dict().items())
+
+
+def test_a_loader_that_puts_other_tensors_into_the_model_leaves_it_as_it_was():
+    class Replaces(Model):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                if name == "norm":
+                    self.norm.data = tensor
+                elif name == "head":
+                    self.head = torch.nn.Parameter(tensor.t().contiguous())
+                else:
+                    super().load_weights([(name, tensor)])
+
+    model = Replaces()
+    parameters = dict(model.named_parameters())
+    addresses = {name: held.data_ptr() for name, held in parameters.items()}
+    assert fitted({0: fit_of(model, shapes(VERSION))}, shapes(VERSION)) == {}
+    assert all(held is parameters[name] for name, held in model.named_parameters())
+    assert {name: held.data_ptr() for name, held in model.named_parameters()} == addresses
+
+
+def test_a_head_that_is_the_embedding_may_be_left_out_if_they_are_equal():
+    class VocabParallelEmbedding(torch.nn.Embedding): ...
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = VocabParallelEmbedding(5, 3)
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                if name == "embed.weight":
+                    self.embed.weight.data[:5].copy_(tensor)
+
+    tensors = {"embed.weight": ("float32", [5, 3]), "head": ("float32", [5, 3])}
+    assert fitted({0: fit_of(Tied(), tensors)}, tensors) == {"head": "embed.weight"}
+
+
+def test_ranks_that_take_parts_take_the_whole_together():
+    tensors = {"q": ("float32", [8, 2])}
+    halves = {rank: Report(parts={"q": 8}) for rank in range(2)}
+    assert fitted(halves, tensors) == {}
+    with pytest.raises(ActivationError, match=r"it takes a part of q \[8, 2\]"):
+        fitted(halves | {1: Report(unread=["q"])}, tensors)
+
+
+def test_of_what_a_loader_cannot_do_without_values_nothing_is_said(tmp_path: Path, rank_0: None):
+    def wants(tensor: torch.Tensor) -> None:
+        raise NotImplementedError("it has no values")
+
+    carry_out(Strict(wants), Order(reports=str(tmp_path), tensors=FITS))
+    assert reports_of(read_reports(tmp_path), 1)[0].unknown == "NotImplementedError: it has no values"
+
+
+def test_a_rank_that_sleeps_is_asked_for_nothing_else(tmp_path: Path, rank_0: None):
+    class Updater:
+        offload_tags: ClassVar = {"weights", "kv_cache"}
+
+        def update(self) -> dict[int, Report]:
+            carry_out(Strict(), Order(reports=str(tmp_path), tensors={"none": ("float32", [1])}))
+            return reports_of(read_reports(tmp_path), 1)
+
+    with pytest.raises(ConfigError, match=r"it sleeps \(kv_cache, weights\): wake it up first"):
+        fitted(Updater().update(), FITS)
+    Updater.offload_tags.clear()
+    assert Updater().update()[0].unread == ["none"]
 
 
 @pytest.fixture
@@ -220,5 +360,6 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path: Path):
 
 def test_an_order_is_json_that_names_what_it_is_for():
     assert json.loads(ORDER.encode()) == {"reports": "", "arena_path": "/arena", "version": 7, "check": True} | {
-        "directory": ""
+        "directory": "",
+        "tensors": {},
     }

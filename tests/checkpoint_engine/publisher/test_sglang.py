@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.free_ports import free_port
@@ -41,6 +42,8 @@ from verl.checkpoint_engine.publisher.sglang_endpoint import FLAG, LOADER
 from verl.utils.builtin import make_tiny_model
 
 START_S = 600.0
+PAUSES = 3
+"""Of a publisher up to its second push: the first one asks beforehand whether the weights fit."""
 ROOT = Path(__file__).parents[3]
 ON_CPU = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
@@ -166,26 +169,53 @@ class TestAgainstSGLang:
         assert len(kept) == count
         assert kept not in (before, after)
 
-    def test_a_version_that_lacks_a_tensor_is_refused_by_name_and_the_next_one_is_served(
+    def test_what_does_not_fit_is_refused_by_name_and_the_server_goes_on(
         self, server: ServedSGLang, directory: Path, shm: Path
     ):
         model = AutoModelForCausalLM.from_pretrained(directory)
         nudge(model, 4)
-        whole = dict(model.named_parameters())
-        with WeightPublisher(whole, [server.url], config={"check_engine": "always"}) as publisher:
+        whole, down = dict(model.named_parameters()), "model.layers.0.mlp.down_proj.weight"
+        with WeightPublisher(model, [server.url]) as publisher:
             publisher.push(1)
-        name = "model.layers.0.mlp.down_proj.weight"
-        lacking = {other: tensor for other, tensor in whole.items() if other != name}
-        with (
-            WeightPublisher(lacking, [server.url], config={"check_engine": "always"}) as publisher,
-            pytest.raises(SyncAborted) as caught,
-        ):
-            publisher.push(2)
-        assert isinstance(caught.value.__cause__, ActivationError)
-        assert "no tensor fills model.layers.0.mlp.down_proj.weight" in str(caught.value.__cause__)
+        said = server.greedy_tokens()
+        lacking = {name: tensor for name, tensor in whole.items() if name != down}
+        wide = whole | {down: torch.zeros(whole[down].shape[0], whole[down].shape[1] + 8)}
+        narrow = whole | {down: torch.zeros(whole[down].shape[0], whole[down].shape[1] - 8)}
+        vocabulary = "model.embed_tokens.weight"
+        longer = whole | {vocabulary: torch.cat([whole[vocabulary], whole[vocabulary][:64]])}
+        count, prompt = 200, PROMPTS[0]
+        (alone,) = server.greedy_tokens([prompt], count)
+        with server.begins_unlike([-1] * count, prompt, count) as rest:
+            for tensors, why in (
+                (lacking, f"no tensor fills {down}"),
+                (wide, rf"it takes a part of {down} \[{wide[down].shape[0]}, {wide[down].shape[1]}\]"),
+                (narrow, f"no tensor fills {down}"),
+                (longer, rf"{vocabulary} \[{len(longer[vocabulary])}, .*\] is refused"),
+                (whole | {"model.other": torch.ones(3)}, r"it takes nothing from model.other \[3\]"),
+                (whole | {down: whole[down].to(torch.int8)}, f"{down} is int8"),
+            ):
+                with WeightPublisher(tensors, [server.url]) as publisher, pytest.raises(ActivationError, match=why):
+                    publisher.push(2)
+            assert rest() == alone
+        assert (server.version(), server.greedy_tokens()) == ("1", said)
         with WeightPublisher(whole, [server.url]) as publisher:
             publisher.push(3)
+            publisher.push(4)
         assert server.greedy_tokens() == hugging_face_tokens(model)
+
+    def test_a_server_that_sleeps_is_refused_and_one_that_woke_up_takes_weights(
+        self, server: ServedSGLang, directory: Path, shm: Path
+    ):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        with WeightPublisher(model, [server.url]) as publisher:
+            server.call("POST", "/release_memory_occupation", {"tags": ["weights"]}, is_json=False)
+            try:
+                with pytest.raises(ConfigError, match=r"it sleeps \(weights\): wake it up first \(POST /resume_memory"):
+                    publisher.push(21)
+            finally:
+                server.call("POST", "/resume_memory_occupation", {"tags": ["weights"]}, is_json=False)
+            publisher.push(22)
+        assert (server.version(), server.greedy_tokens()) == ("22", hugging_face_tokens(model))
 
     async def test_a_server_that_cannot_load_a_version_serves_the_one_before_or_if_others_could_nothing(
         self, server: ServedSGLang, directory: Path, shm: Path
@@ -257,11 +287,11 @@ class TestAgainstSGLang:
         with passed_on(server.url) as gate:
             command = [sys.executable, "-m", killed_publisher.__name__, gate.url, directory]
             with subprocess.Popen(command, cwd=ROOT) as process:
-                pushes: list[str] = []
+                pauses: list[str] = []
 
                 def kill(path: str) -> None:
-                    pushes.extend(["push"] * (path == "/pause_generation"))
-                    if path == step and len(pushes) == 2:
+                    pauses.extend(["pause"] * (path == "/pause_generation"))
+                    if path == step and len(pauses) == PAUSES:
                         process.kill()
 
                 gate.before = kill
@@ -275,6 +305,22 @@ class TestAgainstSGLang:
         with WeightPublisher(model, [server.url]) as publisher:
             publisher.push(51)
         assert server.version() == "51"
+
+    def test_a_publisher_that_is_killed_while_it_asks_whether_weights_fit_leaves_all_as_it_was(
+        self, server: ServedSGLang, directory: Path, shm: Path
+    ):
+        before = server.version(), server.greedy_tokens()
+        with passed_on(server.url) as gate:
+            command = [sys.executable, "-m", killed_publisher.__name__, gate.url, directory]
+            with subprocess.Popen(command, cwd=ROOT) as process:
+                gate.before = lambda path: process.kill() if path == "/update_weights_from_tensor" else None
+                assert process.wait() == -signal.SIGKILL
+            assert soon(lambda: list(shm.glob("verl-*")) == [])
+        assert (server.version(), server.greedy_tokens()) == before
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        with WeightPublisher(model, [server.url]) as publisher:
+            publisher.push(61)
+        assert (server.version(), server.greedy_tokens()) == ("61", hugging_face_tokens(model))
 
     def test_a_server_loads_from_the_memory_of_a_process_beside_it_and_answers_there(
         self, server: ServedSGLang, directory: Path, shm: Path
@@ -302,9 +348,12 @@ class TestAgainstSGLang:
                 assert (server.version(), server.greedy_tokens()) == ("34", hugging_face_tokens(model))
                 publisher.close()
                 lacking = dict([*model.named_parameters()][:-1])
-                with WeightPublisher(lacking, [server.url], **across) as other, pytest.raises(SyncAborted) as caught:
+                with (
+                    WeightPublisher(lacking, [server.url], **across) as other,
+                    pytest.raises(ActivationError, match="no tensor fills"),
+                ):
                     other.push(35)
-                assert "no tensor fills" in str(caught.value.__cause__)
+                assert (server.version(), server.greedy_tokens()) == ("34", hugging_face_tokens(model))
                 with WeightPublisher(model, [server.url], **across) as other:
                     other.push(36)
         assert soon(lambda: [path.name for path in shm.iterdir()] == [key.name])
@@ -361,6 +410,7 @@ ABOUT = {"custom_weight_loader": [LOADER], "tp_size": 1, "dp_size": 1, "pp_size"
         ({"dp_size": 2}, {}, "runs with dp_size=2, and needs 1"),
         ({"enable_lora": True}, {}, "serves LoRA adapters, .* start it without --enable-lora"),
         ({"enable_lora": None, "lora_paths": ["one=/models/one"]}, {}, "serves LoRA adapters"),
+        ({"speculative_algorithm": "EAGLE"}, {}, r"has a second model, .*\(EAGLE\).*without --speculative-algorithm"),
         ({"enable_eplb": True}, {}, "moves experts between ranks: start it without --enable-eplb"),
         ({}, {"pause_mode": "wait"}, "pause_mode=wait: .* needs keep or abort"),
     ],
@@ -379,10 +429,27 @@ def test_what_sglang_has_not_is_refused_before_anything_is_paused(
         asyncio.run(replica.check({"a": ("float32", (1,))}))
 
 
+async def test_a_server_that_was_started_anew_is_another_than_before(tmp_path: Path):
+    """By what it says, a process that is started in its place serves other weights: then it is asked when it began."""
+    says = {"/model_info": (200, {"weight_version": "default"}), "/server_info": (200, ABOUT | {"startup_time": 1.25})}
+    with server_that_answers(says) as url:
+        config, reports = CheckpointEngineConfig(check_engine="off"), ReportsHere(tmp_path)
+        first, second = (EndpointReplica(url, HERE, config, timeout_s=20, reports=reports) for _ in range(2))
+        for one in (first, second):
+            await one.check({"a": ("float32", (1,))})
+        assert await first.claim() == await second.claim()  # one server under two names
+        before = await first.claim()
+        says["/model_info"] = 200, {"weight_version": "7"}  # pushed
+        assert await first.claim() == before
+        says |= {"/model_info": (200, {"weight_version": "default"}), "/server_info": (200, {"startup_time": 2.5})}
+        assert await first.claim() != before
+        await first.release()
+
+
 def test_an_endpoint_is_called_by_the_engine_that_it_said_it_was_and_by_none_before(tmp_path: Path):
     def replica(url: str) -> EndpointReplica:
-        reports = ReportsHere(tmp_path)
-        return EndpointReplica(url, HERE, CheckpointEngineConfig(), timeout_s=20, reports=reports)
+        config = CheckpointEngineConfig(check_engine="off")
+        return EndpointReplica(url, HERE, config, timeout_s=20, reports=ReportsHere(tmp_path))
 
     tensors = {"a": ("float32", (1,))}
     url = f"http://127.0.0.1:{free_port()}"

@@ -3,7 +3,7 @@ where no SGLang is loaded, there is no scheduler."""
 
 from __future__ import annotations
 
-import gc
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ PAUSED = "_engine_paused"
 def stay_paused_while(is_torn: Callable[[], bool]) -> None:
     """Have the scheduler of this rank generate nothing as long as that holds, whoever calls `/continue_generation`.
     Requests wait. Idempotent."""
-    scheduler = _scheduler_class()
+    scheduler = getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
     if scheduler is None or PAUSED in vars(scheduler):
         return
 
@@ -36,13 +36,15 @@ def stay_paused_while(is_torn: Callable[[], bool]) -> None:
 
 
 def asleep() -> list[str]:
-    """What of this rank's memory was given back (`/release_memory_occupation`). Only its scheduler knows, and a loader
-    is not told who that is."""
-    scheduler = _scheduler_class()
-    if scheduler is None:
-        return []
-    ours = (found for found in gc.get_objects() if issubclass(type(found), scheduler))
-    return sorted({tag for found in ours for tag in found.weight_updater.offload_tags})
+    """What of this rank's memory was given back (`/release_memory_occupation`). Only the part of its scheduler that
+    calls a loader knows, and a loader is not told who that is."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        given_back = getattr(frame.f_locals.get("self"), "offload_tags", None)
+        if given_back is not None:
+            return sorted(given_back)
+        frame = frame.f_back
+    return []
 
 
 def among_ranks(value: Any) -> list[Any]:
@@ -55,7 +57,3 @@ def among_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
     return values
-
-
-def _scheduler_class() -> Any:
-    return getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)

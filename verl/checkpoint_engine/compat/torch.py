@@ -51,6 +51,7 @@ __all__ = [
     "set_timeout",
     "storage_of",
     "tensors_in",
+    "without_changing",
 ]
 
 
@@ -177,6 +178,17 @@ def changed_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     for argument in arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(given.get(argument.name))
+
+
+def without_changing(operator: Any, changed: Sequence[torch.Tensor]) -> Any:
+    """What an operator that writes into `changed` gives back, for a TorchDispatchMode that does not let it."""
+    match len(operator._schema.returns):
+        case 0:
+            return None
+        case 1:
+            return changed[0]
+        case _:
+            return tuple(changed)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

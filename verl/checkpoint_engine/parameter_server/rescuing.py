@@ -71,6 +71,8 @@ def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any],
     """`what` was done to a server last."""
     if what["engine"] != "vLLM":
         if what["state"] == "paused":
+            with suppress(OSError):  # it was asked how weights would fit
+                call("/end_weight_update", {})
             call("/continue_generation", {})
         elif "claim" in what:
             rescue_sglang(what, writer["who"], call)

@@ -17,7 +17,7 @@ from ..parameter_server.writers import Writer
 from ..support.apart import apart
 from .committed import require_digest
 from .reports import Reports
-from .sglang_endpoint import SGLangEndpoint, is_sglang
+from .sglang_endpoint import IN_PLACE, SGLangEndpoint, is_sglang
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """dtype and shape of each, by its name."""
@@ -105,18 +105,37 @@ class EndpointReplica:
         self._server: Server = VLLMServer(url, self._writer, timeout_s=timeout_s)
 
     async def check(self, tensors: Tensors) -> Mapping[str, str]:
-        """Called first. Hold names, dtypes and shapes against the engine's model, where it can be asked before it loads
-        anything. It goes on serving. Returns tensors that the model has no place for, and which it has instead: they
-        have to be equal. Raises ConfigError, ActivationError, TransportError."""
-        sought = "server of vLLM or SGLang"
+        """Called first. Hold names, dtypes and shapes against the engine's model. It goes on serving. Returns tensors
+        that the model has no place for, and which it has instead: they have to be equal. Raises ConfigError,
+        ActivationError, TransportError."""
+        sought, sglang = "server of vLLM or SGLang", None
         try:
             if await apart(is_sglang, self.name):
-                self._server, sought = self._sglang(), "SGLang"
-            return await apart(self._server.check, tensors)
+                sglang, sought = self._server if isinstance(self._server, SGLangEndpoint) else self._sglang(), "SGLang"
+                self._server = sglang
+            copies = await apart(self._server.check, tensors)
         except TransportError as exc:
             raise TransportError(
                 f"no {sought} answers at {self.name} ({exc.message}): start it, or remove it from the endpoints"
             ) from exc
+
+        return copies if sglang is None or self._config.check_engine == "off" else await self._fit(sglang, tensors)
+
+    async def _fit(self, server: SGLangEndpoint, tensors: Tensors) -> Mapping[str, str]:
+        """SGLang tells that only while it is paused: its requests wait in their places, and go on."""
+        was_claimed = server.is_claimed
+        await server.claim()
+        try:
+            await self.pause(IN_PLACE)
+            try:
+                return await server.fit(tensors)
+            finally:
+                if not server.is_torn:
+                    await self.resume()
+        except CheckpointEngineError:
+            if not was_claimed:
+                await server.release()
+            raise
 
     async def claim(self) -> str:
         """Claim the server for its writer, or renew the claim; returns the server's identity. It continues to serve.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import time
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -21,7 +22,7 @@ import msgspec
 import torch
 import torch.multiprocessing
 
-from ..engines.sglang.orders import LOADER, Order, Report, checked, held_digest, reports_of
+from ..engines.sglang.orders import LOADER, Order, Report, TensorShapes, checked, fitted, held_digest, reports_of
 from ..errors import ActivationError, ConfigError
 from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
 from ..parameter_server.rescue import ANSWERS_IN
@@ -31,8 +32,12 @@ from .committed import require_digest
 from .host_claims import claim_path
 from .reports import Reports
 
-MODES = {"abort": "abort", "keep": "retract"}
-"""SGLang's words. `retract`: requests go back to the queue, and are computed again from their tokens."""
+logger = logging.getLogger(__name__)
+
+IN_PLACE = "in place"
+MODES = {"abort": "abort", "keep": "retract", IN_PLACE: "in_place"}
+"""SGLang's words. `retract`: requests go back to the queue, and are computed again from their tokens; `in_place`: they
+stay where they are, for what changes no weights."""
 FLAG = f"--custom-weight-loader {LOADER}"
 FLUSHED_WITHIN_S = 10.0
 AGAIN_S = 0.05
@@ -49,7 +54,7 @@ class SGLangEndpoint(HttpServer):
         """`check_engine`: which versions are looked for in the model, value by value: first, always, off. `host`: its
         number, and `reports` of it. `who`: its writer. Raises ConfigError for what SGLang has not."""
         super().__init__(url, timeout_s=timeout_s)
-        if pause_mode not in MODES:
+        if pause_mode not in ("abort", "keep"):
             raise ConfigError(
                 f"pause_mode={pause_mode}: SGLang does not pause when its requests have ended: {self.url} needs keep "
                 "or abort"
@@ -57,15 +62,17 @@ class SGLangEndpoint(HttpServer):
         self._check_engine = check_engine
         self._has_checked = False
         self._ranks = 1
+        self._started, self._said = "", ""
+        """What tells it from one that is started in its place, and what it said that it served, then."""
         self._reports, self._host, self._who = reports, host, who
         self._loaded: int | None = None
         """Since it was paused."""
+        self.is_claimed = False
         self._has_begun = False
         """To load, since it was last known to be whole."""
 
     def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
-        """Make sure that it can be told to load a version. Whether that fits its model is found out when it does, and
-        so are tensors that it has no place for: none are returned.
+        """Make sure that it can be told to load a version: `fit` finds out whether that fits its model.
 
         Raises ConfigError that says how to start it.
         """
@@ -86,14 +93,49 @@ class SGLangEndpoint(HttpServer):
             )
         if about.get("enable_eplb"):
             raise ConfigError(f"the SGLang at {self.url} moves experts between ranks: start it without --enable-eplb")
-        self._ranks = about["tp_size"]
+        if guesses := about.get("speculative_algorithm"):
+            raise ConfigError(
+                f"the SGLang at {self.url} has a second model, which guesses tokens ({guesses}), and what is pushed is "
+                "for one: start it without --speculative-algorithm"
+            )
+        self._ranks, self._has_checked = about["tp_size"], False
+        self._started, self._said = str(about.get("startup_time")), self.version()
         return {}
+
+    async def fit(self, tensors: TensorShapes) -> dict[str, str]:
+        """While it is paused, how `tensors` would fit its model, which stays as it is. Returns heads that the model has
+        not, and the embedding that it takes for each: they have to be equal.
+
+        Raises ConfigError if it sleeps, ActivationError that lists what does not fit.
+        """
+        order = Order(reports="", tensors={name: (dtype, [*shape]) for name, (dtype, shape) in tensors.items()})
+        await apart(self._begin)
+        try:
+            reports = await self._answers(order)
+        finally:
+            await apart(self._told, "/end_weight_update", {})
+        self._has_begun = any(report.torn for report in reports.values())
+        if unknown := next((report.unknown for report in reports.values() if report.unknown), ""):
+            logger.warning("whether it fits the SGLang at %s is found out when it loads: %s", self.url, unknown)
+            return {}
+        try:
+            return fitted(reports, order.tensors)
+        except ConfigError as exc:
+            raise ConfigError(f"the SGLang at {self.url} takes no weights: {exc.message}", member=self.url) from exc
+        except ActivationError as exc:
+            raise ActivationError(exc.message, member=self.url) from exc
 
     async def claim(self) -> str:
         """On its host: SGLang's ranks know no writers. Raises ConfigError, TransportError."""
-        return f"{self._host}:{await self._reports.claim(self.url, self._who)}"
+        name = await self._reports.claim(self.url, self._who)
+        self.is_claimed = True
+        if (said := await apart(self.version)) != self._said:  # perhaps it was started anew
+            about = await apart(self.call, "GET", "/server_info")
+            self._started, self._said = str(about.get("startup_time")), said
+        return f"{self._host}:{name}:{self._started}"
 
     async def release(self) -> None:
+        self.is_claimed = False
         await self._reports.release(self.url)
 
     def pause(self, mode: str) -> None:
@@ -118,7 +160,7 @@ class SGLangEndpoint(HttpServer):
             await apart(self._told, "/end_weight_update", {})
         await apart(require_digest, arena_path, version, loaded)
         await apart(self._flush)
-        self._loaded, self._has_begun = version, False
+        self._loaded, self._said, self._has_begun = version, str(version), False
 
     @property
     def is_torn(self) -> bool:

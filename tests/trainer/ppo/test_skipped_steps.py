@@ -37,6 +37,7 @@ def test_a_step_that_is_made_again_counts_once():
     assert skipped.in_a_row == 2
 
 
-def test_the_first_one_may_be_the_last():
-    with pytest.raises(Diverged, match="since step 1"):
-        SkippedSteps(1).look(1, BAD)
+@pytest.mark.parametrize("whose", ["actor", "critic"])
+def test_the_first_one_may_be_the_last_and_it_is_said_whose(whose: str):
+    with pytest.raises(Diverged, match=f"since step 1 .* Nothing is learned any more by the {whose}. Resume"):
+        SkippedSteps(1).look(1, {f"{whose}/skipped_steps": 1.0})

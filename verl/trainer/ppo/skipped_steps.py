@@ -41,9 +41,9 @@ class SkippedSteps:
         if self.in_a_row >= self._most:
             whose = " and ".join(key.partition("/")[0] for key in skipped)
             raise Diverged(
-                f"since step {self._first} each of {self.in_a_row} steps skipped an update: {cause}. Nothing is learned "
-                f"any more by the {whose}. Resume from an earlier checkpoint (trainer.resume_mode=resume_path) with a "
-                "lower learning rate, or check the rewards for NaN. The limit is trainer.max_skipped_steps"
+                f"since step {self._first} each of {self.in_a_row} steps skipped an update: {cause}. Nothing is "
+                f"learned any more by the {whose}. Resume from an earlier checkpoint (trainer.resume_mode=resume_path) "
+                "with a lower learning rate, or check the rewards for NaN. The limit is trainer.max_skipped_steps"
             )
 
 

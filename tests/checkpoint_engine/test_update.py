@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import soon
+from tests.checkpoint_engine.gate import passed_on
 from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
 from tests.http_server import http_server
 from tests.warm_workers import WarmWorkers
@@ -34,23 +35,25 @@ from verl.checkpoint_engine.parameter_server import (
 )
 from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
 from verl.checkpoint_engine.parameter_server.engine_link import EngineLink
-from verl.checkpoint_engine.parameter_server.http_server import Refused
+from verl.checkpoint_engine.parameter_server.http_server import HttpServer, Refused
+from verl.checkpoint_engine.parameter_server.update_options import parse
 from verl.checkpoint_engine.update import main
 from verl.utils.builtin import make_tiny_model
 
 MODULE = "verl.checkpoint_engine.update"
 RPC = "/collective_rpc"
 KILLED = f"""
-import os, pathlib, signal, sys, threading
+import json, os, pathlib, signal, sys, threading
 from {buffers.__name__} import load_buffers
 from {checkpoint_directory.__name__} import states_of
 from {Endpoint.__module__} import Endpoint
 from {EngineLink.__module__} import EngineLink
-url, version, *names = sys.argv[1:]
+url, version, again, *names = sys.argv[1:]
 files = [*map(pathlib.Path, names)]
 (buffer,) = load_buffers(files=files, rank=0, world_size=1)
 link = EngineLink("cpu-0", 1, halves=0, lent=[buffer.shared.fd], timeout_s=300)
-sockets, more = {{"cpu-0": link.socket_path}}, {{"files": states_of(files)}}
+sockets = {{"cpu-0": link.socket_path}}
+more = {{"again": json.loads(again)}} if again else {{"files": states_of(files)}}
 threading.Thread(target=Endpoint(url, timeout_s=300).update, args=(sockets, version), kwargs=more).start()
 link.offer(0, buffer.tensors if version == "whole" else buffer.tensors[:5])
 link.await_loaded(300)
@@ -143,6 +146,31 @@ class TestAgainstVLLM:
         assert not metas.exists()
         assert str(metas) in refusal(capfd, "--load-metas-file", metas, "--endpoint", server.url)
 
+    def test_a_job_that_is_killed_while_it_pulls_leaves_the_server_with_a_whole_version(
+        self, server: ServedVLLM, model: Path, second: Path, tmp_path: Path
+    ):
+        """With the one before if nothing was loaded; else with that which is pulled again."""
+        metas = tmp_path / "metas"
+        assert main(["--checkpoint-path", str(model), "--endpoint", server.url, "--weight-version", "before"]) == 0
+        with started("--checkpoint-path", second, "--save-metas-file", metas) as holder:
+            await_that(metas.exists, holder)
+            with passed_on(server.url) as gate:
+                pulling = ["--load-metas-file", str(metas), "--endpoint", gate.url]
+                with started(*pulling) as job:
+                    gate.before = lambda path: job.kill() if path == "/update_weights" else None
+                    assert job.wait(600) == -signal.SIGKILL
+                assert soon(lambda: not is_paused(server), timeout_s=600)
+            assert_serves(server, model, "before")
+            given = ["--load-metas-file", str(metas), "--endpoint", server.url, "--weight-version", "pulled"]
+            again = parse(given, None, "update").again("pulled")
+            files = sorted(second.glob("*.safetensors"))
+            died = subprocess.run(
+                [sys.executable, "-c", KILLED, server.url, "part", json.dumps(again), *files], timeout=600
+            )
+            assert died.returncode == -signal.SIGKILL
+            assert soon(lambda: server.version() == "pulled" and not is_paused(server), timeout_s=600)
+            assert_serves(server, second, "pulled")
+
     def test_a_checkpoint_that_does_not_fit_is_refused_and_the_engine_serves_on(
         self, server: ServedVLLM, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     ):
@@ -182,7 +210,7 @@ class TestAgainstVLLM:
     ):
         files = [str(file) for file in sorted(second.glob("*.safetensors"))]
         for version, given in (("part", files), ("whole", [str(model / "model.safetensors")])):
-            died = subprocess.run([sys.executable, "-c", KILLED, server.url, version, *given], timeout=600)
+            died = subprocess.run([sys.executable, "-c", KILLED, server.url, version, "", *given], timeout=600)
             assert died.returncode == -signal.SIGKILL
             assert soon(lambda version=version: server.version() == version)
             assert_serves(server, second if version == "part" else model, version)
@@ -198,6 +226,10 @@ class TestAgainstVLLM:
             owner.update("second", lambda paths: request_inference_to_update(f"{server.url}{RPC}", dict(paths)))
         server.call("/reset_prefix_cache")
         assert_serves(server, second, label)
+
+
+def is_paused(server: ServedVLLM) -> bool:
+    return bool(HttpServer(server.url, timeout_s=300).call("GET", "/is_paused")["is_paused"])
 
 
 @contextmanager

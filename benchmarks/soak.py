@@ -81,6 +81,7 @@ QUICK = (
     "algorithm.adv_estimator=grpo",
     "data.train_batch_size=4",
     "data.val_max_samples=4",
+    "data.max_prompt_length=64",
     "data.max_response_length=32",
     "checkpoint_engine.backend=gloo",
     "checkpoint_engine.deadlines.prepare_s=30",

@@ -10,7 +10,10 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.soak import VICTIMS, Tally, account, account_parts, hit
+from verl.trainer.config.loader import load_config
 from verl.trainer.fleet.trainer_ranks import PARTS
+from verl.trainer.main_ppo import check_ppo
+from verl.utils.builtin import make_tiny_model
 
 
 class Run:
@@ -70,6 +73,12 @@ def test_recoveries_of_trainer_ranks_are_told_by_their_parts_and_steps_without_o
         "trainer rank, killed: without processes and models 2.50 to 3.00, median 2.75, 2 within 3",
     ]
     assert undisturbed == "an undisturbed step: 1.50"
+
+
+def test_a_run_of_the_soak_is_one_that_starts(tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    given = [f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path / 'out'}", *soak.QUICK]
+    assert check_ppo(load_config(given)).problems == []
 
 
 def test_only_what_is_asked_for_is_hit(tmp_path):

@@ -381,7 +381,10 @@ class TestDeath:
             assert re.fullmatch(rf"rank 1 \(pid {pids[1]} on .*\) does not answer", silent)
 
     @pytest.mark.parametrize("ranks", [1, 2])
-    def test_a_worker_that_is_stopped_ends_the_call_though_no_other_waits_for_it(self, ray_cluster, tmp_path, ranks):
+    def test_a_worker_that_is_stopped_ends_the_call_though_no_other_waits_for_it(
+        self, ray_cluster, tmp_path, ranks, monkeypatch
+    ):
+        monkeypatch.setattr("verl.single_controller.future.ALL_SILENT_S", 2.5)  # after which a second question comes
         with make_group(ranks=ranks) as group:
             group._silence_s = 1.0  # from here on: a start may take longer
             waiting = group.submit("wait_for_own", tmp_path)
@@ -393,6 +396,10 @@ class TestDeath:
             with pytest.raises(WorkerTimeout, match=f"{where}, and is not done with wait_for_own"):
                 waiting.get()
             wait_until(lambda: [bool(re.fullmatch(where, text)) for text in group.lost(0.5)] == [True])
+
+    def test_workers_that_start_are_not_asked_whether_they_live(self, ray_cluster):
+        with make_group(silence_s=0.01) as group:
+            assert len(group.processes) == 2
 
     def test_a_worker_that_is_late_and_answers_is_waited_for(self, ray_cluster, tmp_path, monkeypatch):
         monkeypatch.setattr("verl.single_controller.future.ASKS_AFTER_S", 0.2)

@@ -15,6 +15,8 @@ from verl.single_controller.errors import WorkerTimeout
 Ref: TypeAlias = "ray.ObjectRef[Any]"
 ASKS_AFTER_S = 20.0
 """So long after the last answer of a rank, or the call, the others are asked whether they live."""
+ALL_SILENT_S = 60.0
+"""At least so long no rank may answer while none is done: all may be importing libraries on a machine that is busy."""
 
 
 def is_of_dead_actor(answer: Ref) -> bool:
@@ -79,6 +81,7 @@ class WorkerFuture:
         """The result. Raises what the first failing rank raised, WorkerDied, or WorkerTimeout after `timeout` s."""
         deadline = None if timeout is None else time.monotonic() + timeout
         self._raise_error()
+        silent_since: float | None = None
         while self._pending:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             asks = remaining is None or remaining > self._asks_after_s + self._silence_s
@@ -86,8 +89,12 @@ class WorkerFuture:
             if ready:
                 self._receive(ready[0])
             elif asks:
-                self._error = self._on_silence(self._method, self._pending)
-                self._raise_error()
+                asked_s = time.monotonic()
+                error = self._on_silence(self._method, self._pending)
+                silent_since = None if error is None else silent_since or asked_s
+                if silent_since and (self._results or time.monotonic() - silent_since >= ALL_SILENT_S):
+                    self._error = error
+                    self._raise_error()
             else:
                 raise WorkerTimeout(
                     f"worker group {self._group!r}: {self._method} not done within {timeout} s on ranks "

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import logging
+import math
 import threading
 import time
 import uuid
@@ -207,7 +208,8 @@ class RayWorkerGroup:
             ).remote()
             for slot in slots
         ]
-        first = self._future("start", {self._workers[0]._verl_free_address.remote(): 0}, lambda results: results[0])
+        asked = {self._workers[0]._verl_free_address.remote(): 0}
+        first = self._future("start", asked, lambda results: results[0], silence_s=math.inf)
         master_addr, master_port = first.get(timeout_s)
         addresses = self._host_addresses(timeout_s) if any(slot.local_world_size < len(slots) for slot in slots) else ()
         infos = [
@@ -227,13 +229,13 @@ class RayWorkerGroup:
             worker._verl_start.remote(info, spec.args, spec.kwargs): info.rank
             for worker, info in zip(self._workers, infos, strict=True)
         }
-        processes = self._future("__init__", refs, list).get(max(0.0, deadline - time.monotonic()))
+        processes = self._future("__init__", refs, list, silence_s=math.inf).get(max(0.0, deadline - time.monotonic()))
         self._processes = dict(enumerate(processes))
 
     def _host_addresses(self, timeout_s: float) -> tuple[str, ...]:
         """Of every host that has ranks."""
         refs = {worker._verl_host_addresses.remote(): rank for rank, worker in enumerate(self._workers)}
-        found: list[tuple[str, ...]] = self._future("start", refs, list).get(timeout_s)
+        found: list[tuple[str, ...]] = self._future("start", refs, list, silence_s=math.inf).get(timeout_s)
         return tuple(sorted({address for addresses in found for address in addresses}))
 
     def _send(self, method: str, calls: Mapping[int, Call], collect: Callable[[list[Any]], Any]) -> WorkerFuture:
@@ -259,7 +261,15 @@ class RayWorkerGroup:
                     self._turns[rank] += 1
         return self._future(method, refs, collect)
 
-    def _future(self, method: str, refs: Mapping[Ref, int], collect: Callable[[list[Any]], Any]) -> WorkerFuture:
+    def _future(
+        self,
+        method: str,
+        refs: Mapping[Ref, int],
+        collect: Callable[[list[Any]], Any],
+        *,
+        silence_s: float | None = None,
+    ) -> WorkerFuture:
+        """`silence_s` is infinite for processes that start: they answer nobody yet, and have their own deadline."""
         return WorkerFuture(
             refs,
             group=self.name,
@@ -267,7 +277,7 @@ class RayWorkerGroup:
             collect=collect,
             on_failure=self._on_failure,
             on_silence=self._on_silence,
-            silence_s=self._silence_s,
+            silence_s=self._silence_s if silence_s is None else silence_s,
         )
 
     def _on_failure(self, method: str, rank: int, error: BaseException, unfinished: Mapping[Ref, int]) -> BaseException:

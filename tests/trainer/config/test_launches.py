@@ -58,6 +58,17 @@ def test_every_key_of_verl_is_accepted_with_verls_default():
     assert refused == {}
 
 
+def test_the_default_of_another_mode_is_no_default():
+    """Megatron's configuration has it; with FSDP the reference policy would have another engine than the actor."""
+    key, engine = "actor_rollout_ref.ref.strategy", "actor_rollout_ref.actor.strategy"
+    tree = OmegaConf.to_container(compose_tree([]), resolve=True)
+    put(tree, key, "megatron")
+    [problem] = build_config(tree, {key}).problems
+    assert f"set {engine}" in problem
+    put(tree, engine, "megatron")
+    assert not any(key in line for line in build_config(tree, {key}).problems)
+
+
 def nested(dotted, value):
     name, _, below = dotted.partition(".")
     return {name: nested(below, value) if below else value}

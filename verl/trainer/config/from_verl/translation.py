@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.trainer.config.from_verl.keys import RULES
-from verl.trainer.config.from_verl.rules import Moved, NoEffect, Rule, find_rule, is_verls, is_verls_default
+from verl.trainer.config.from_verl.rules import (
+    Moved,
+    NoEffect,
+    Rule,
+    as_only_teacher,
+    find_rule,
+    is_verls,
+    is_verls_default,
+    known_to_verl,
+)
 from verl.trainer.config.from_verl.spellings import REASONS, SPELLINGS
 from verl.trainer.config.schema import free_form_key, is_known, keys
 from verl.utils.builtin import SEEING_MODEL, SHAPES
@@ -136,7 +145,7 @@ def _judge(key: str, value: Any, rule: Rule | None, result: Translation, at: Any
     if isinstance(rule, NoEffect) and (rule.only is None or rule.only(value, at)):
         costs = rule.costs is not None and rule.costs(value, at)
         result.notes.append(Note(key=key, value=value, why=rule.why, costs=costs))
-    elif is_verls_default(key, value):
+    elif is_verls_default(key, value) and not _of_another_mode(key, value, rule):
         result.notes.append(Note(key=key, value=value, why="verl's default, as if it were not there"))
     elif isinstance(rule, NoEffect):
         result.problems.append(f"verl key {key!r} is not supported here with {written(value)}: {rule.otherwise}")
@@ -146,6 +155,11 @@ def _judge(key: str, value: Any, rule: Rule | None, result: Translation, at: Any
         result.problems.append(f"verl key {key!r} is not supported here, other than with verl's default")
     else:
         result.unknown.append(key)
+
+
+def _of_another_mode(key: str, value: Any, rule: Rule | None) -> bool:
+    """Whether it is a default of verl's other configuration files alone, and a rule says which values go here."""
+    return isinstance(rule, NoEffect) and value != known_to_verl()[as_only_teacher(key)][0]
 
 
 def _foreign(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

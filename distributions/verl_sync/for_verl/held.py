@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..compat.fsdp import local_box
+from ..compat.fsdp import local_boxes
 from ..errors import PlanError
 from ..plan.types import Shard
 from ..publisher.model_source import ModelSource
@@ -90,11 +90,13 @@ class Shards:
             return
         self.tensors[name] = own
         self._dtypes[name] = own.dtype, gathered.dtype
+        pairs = [(own, gathered)]
         if isinstance(own, DTensor):
-            shape, offset = local_box(own)
-            gathered = gathered[tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))]
-            own = own.to_local()
-        if not torch.equal(own.detach().to(gathered.device, gathered.dtype), gathered):
+            pairs = [
+                (own.to_local()[inside], gathered[tuple(map(slice, start, stop))])
+                for start, stop, inside in local_boxes(own)
+            ]
+        if not all(torch.equal(part.detach().to(whole.device, whole.dtype), whole) for part, whole in pairs):
             self._different = self._different or f"{name} is gathered with other values than its shards have"
 
     @property

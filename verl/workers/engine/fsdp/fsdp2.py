@@ -66,8 +66,10 @@ class FSDP2Engine(FSDPEngine):
 def _held(parameter: nn.Parameter) -> HeldTensor:
     if not isinstance(parameter, DTensor):
         return HeldTensor.whole(parameter, is_parameter=True)
+    boxes = ((Box(start, stop), inside) for start, stop, inside in local_boxes(parameter))
     parts = tuple(
-        Part(box=Box(start, stop), values=lambda inside=inside: parameter.to_local().detach()[inside])  # type: ignore[misc]
-        for start, stop, inside in local_boxes(parameter)
+        Part(box=box, values=lambda inside=inside: parameter.to_local().detach()[inside])  # type: ignore[misc]
+        for box, inside in boxes
+        if box.numel
     )
     return HeldTensor(shape=tuple(parameter.shape), dtype=parameter.dtype, is_parameter=True, parts=parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -76,7 +77,7 @@ class OverVLLM(World):
         super().__init__(chance, served, victims, shm)
 
     def new_net(self, like: Weights | None = None) -> Any:
-        return AutoModelForCausalLM.from_config(self._config)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
 
     def forward(self) -> torch.Tensor:
         logits: torch.Tensor = self.model(torch.randint(1, self._config.vocab_size, (2, 5))).logits
@@ -89,7 +90,7 @@ class OverVLLM(World):
         """The server's model has a shape."""
         self.replace_sharded()
         whole = self.model.module
-        larger = AutoModelForCausalLM.from_config(self._config)
+        larger = self.new_net()
         larger.resize_token_embeddings(self._config.vocab_size + 7)
         self.model.module = larger
         assert not self.push(self.publisher, self.model)

@@ -7,10 +7,15 @@ import os
 import re
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from tests.models import cases
+from tests.models.architectures import Architecture, write_checkpoint
 from tests.models.configurations import DENSE, EXPERTS, ORIGINAL, stretched
 from tests.warm_workers import Fork
+from tests.workers.engine.engine_cases import make_engine
+from verl.protocol import DataProto
 from verl.workers.hf.regimes import why_engine_differs
 
 LENGTHS = (ORIGINAL - 1, ORIGINAL, 40)
@@ -88,3 +93,48 @@ def test_the_scale_that_is_told_is_the_engines():
     config = config_of("longrope, another scale")
     config.rope_parameters["attention_factor"] = float(re.search(r"attention_factor=([\d.]+)", told)[1])
     assert why_engine_differs(config, "vllm", ORIGINAL) is None
+
+
+ENGINES = {"inside": ("longrope", ORIGINAL), "beyond": ("longrope, equal factors", 40)}
+"""Case, and the most tokens of a sequence: of such longrope vLLM is said to be right."""
+
+
+@pytest.fixture(scope="module")
+def sampled(warm, tmp_path_factory):
+    """By engine: directory, and [prompt, tokens, log-probs] of each response."""
+    folder = tmp_path_factory.mktemp("engines")
+    for name, (case, _) in ENGINES.items():
+        config = config_of(case)
+        fields = {field: value for field, value in config.to_dict().items() if field != "model_type"}
+        model = Architecture(name=case, model_type=config.model_type, kind="dense", config=fields)
+        write_checkpoint(model, folder / name)
+    printed, errors = folder / "printed", folder / "errors"
+    arguments = [str(folder / "answers"), *(f"{longest}:{folder / name}" for name, (_, longest) in ENGINES.items())]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with printed.open("w") as output, errors.open("w") as log:
+        process = Fork(warm, "tests.models.stretched_process", arguments, env=environment, stdout=output, stderr=log)
+    assert process.end(printed, errors) == 0, errors.read_text()[-2000:]
+    answers = json.loads((folder / "answers").read_text())
+    return {name: (folder / name, found) for name, found in zip(ENGINES, answers, strict=True)}
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ENGINES)
+def test_log_probs_of_a_trainer_are_those_of_a_whole_engine_with_longrope(sampled, name):
+    directory, answers = sampled[name]
+    engine = make_engine(directory)
+    assert max(len(prompt) + len(tokens) for prompt, tokens, _ in answers) == ENGINES[name][1]
+    for prompt, tokens, log_probs in answers:
+        ids = torch.tensor([prompt + tokens])
+        data = DataProto.from_dict(
+            tensors={
+                "prompts": ids[:, : len(prompt)],
+                "responses": ids[:, len(prompt) :],
+                "response_mask": torch.ones(1, len(tokens), dtype=torch.long),
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "position_ids": torch.arange(ids.shape[1])[None],
+            }
+        )
+        assert cases.log_probs(engine, data)[0].tolist() == pytest.approx(log_probs, abs=1e-4)

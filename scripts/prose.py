@@ -2,7 +2,7 @@
 
     python scripts/prose.py            print what breaks the style; exit code 1 if something does
     python scripts/prose.py --words    print the words of each page: of its prose, and of the whole file
-                                       (all pages written by hand together: 45,000 at most)
+                                       (target for all pages written by hand: 45,000)
 
 A sentence has at most 30 words (code spans in a row are one), and things have the field's own words (SUBSTITUTES).
 """

@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.errors import AgentCodeError
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.fully_async_policy.trainer import FullyAsyncTrainer
 from verl.utils.config import ConfigError
-from verl.utils.user_code import in_one_line
+from verl.utils.failures import in_one_line
 
 pytestmark = pytest.mark.e2e
 

@@ -2,8 +2,8 @@
 
 Without arguments it teaches a tiny built-in model arithmetic on two CPU cores. `--help` lists every key.
 
-Exit codes: 0, 1 (a failure: one of the user's reward function in a line, others with their traceback), 2 (something to
-change on the command line, in one line per mistake), 130 (ended by Ctrl-C or SIGTERM, within 5 s whatever hangs).
+Exit codes: 0, 1 (a failure: in a line if that explains it, else with its traceback), 2 (something to change on the
+command line, in one line per mistake), 130 (ended by Ctrl-C or SIGTERM, within 5 s whatever hangs).
 Whatever the code, no process and no shared memory of the run is left.
 """
 

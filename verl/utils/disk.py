@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from verl.utils.failures import NamedFailure
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space on the disk, in the user's share of it, or for a file of that size."""
 _SAID = re.compile(
@@ -17,7 +19,7 @@ _SAID = re.compile(
 )
 
 
-class DiskFull(Exception):
+class DiskFull(NamedFailure):
     """What was to be written does not fit. The message names the path, the bytes needed and those that are free."""
 
 

@@ -10,20 +10,13 @@ from types import ModuleType
 from typing import Any
 
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.failures import NamedFailure
 
 MODULE = "pkg://"
 
 
-class UserCodeError(RuntimeError):
-    """Code of the user's own failed in a run. The message says all that it takes to mend it; commands show that alone,
-    and the traceback with VERL_TRACEBACK=1."""
-
-
-def in_one_line(error: UserCodeError) -> str:
-    """What it says. Ray hands on an error of another process as one whose text is that process' traceback."""
-    while isinstance(cause := getattr(error, "cause", None), UserCodeError):
-        error = cause
-    return " ".join(str(error).split())
+class UserCodeError(NamedFailure, RuntimeError):
+    """Code of the user's own failed in a run. The message says all that it takes to mend it."""
 
 
 def load_from_file(path: str | Path, name: str, *, key: str) -> Any:

@@ -17,8 +17,9 @@ from verl.experimental.agent_loop.worker import default_loop
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.utils.config import ConfigError
+from verl.utils.failures import in_one_line
 from verl.utils.progress import Progress
-from verl.utils.user_code import UserCodeError, in_one_line
+from verl.utils.user_code import UserCodeError
 
 AGENT = "actor_rollout_ref.rollout.agent"
 FAKES = "tests.experimental.agent_loop.fakes"

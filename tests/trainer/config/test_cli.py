@@ -6,10 +6,14 @@ from rich.console import Console
 
 import verl
 from tests import forked
+from verl.experimental.fully_async_policy.supply import SupplyLost
 from verl.trainer.config.cli import run_hydra
 from verl.trainer.config.help import plain_page, print_help
 from verl.trainer.config.schema import keys
+from verl.trainer.ppo.dynamic_sampling import TooFewGroups
+from verl.trainer.ppo.skipped_steps import Diverged
 from verl.utils.config import ConfigError
+from verl.utils.disk import DiskFull
 from verl.workers.reward_manager import RewardError
 
 
@@ -169,3 +173,18 @@ def test_a_mistake_prints_no_traceback_and_leaves_no_files(tmp_path):
         assert result.returncode == expected, result.stderr
         assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failure", [Diverged, DiskFull, TooFewGroups, SupplyLost])
+def test_a_run_that_ends_with_a_sentence_prints_no_traceback(failure, capsys, monkeypatch):
+    def train(config):
+        raise failure("what happened, and what to do")
+
+    monkeypatch.delenv("VERL_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        run_hydra(train, [])
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "error: what happened, and what to do (VERL_TRACEBACK=1 shows where)\n"
+    monkeypatch.setenv("VERL_TRACEBACK", "1")
+    with pytest.raises(failure):
+        run_hydra(train, [])

@@ -6,8 +6,9 @@ from ray.exceptions import RayTaskError
 from tests.workers.reward_manager.test_naive import TOKENIZER, make_batch
 from verl.experimental.agent_loop.errors import AgentCodeError
 from verl.trainer.config.cli import run_hydra
+from verl.utils.failures import in_one_line
 from verl.utils.reward_score.served import AskedFunction, ScoredByModel
-from verl.utils.user_code import UserCodeError, in_one_line
+from verl.utils.user_code import UserCodeError
 from verl.workers.reward_manager import (
     AbstractRewardManager,
     NaiveRewardManager,

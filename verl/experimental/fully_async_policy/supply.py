@@ -29,6 +29,7 @@ from verl.experimental.fully_async_policy.state import Anchor, RollouterState, S
 from verl.single_controller.future import is_of_dead_actor
 from verl.trainer.fleet.recovery import RestartLimit
 from verl.trainer.ppo.generation import HealingRollouts
+from verl.utils.failures import NamedFailure
 from verl.workers.config import PPOConfig
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ ANSWERS_WITHIN_S = 10.0
 STARTS_WITHIN_S = 120.0
 
 
-class SupplyLost(RuntimeError):
+class SupplyLost(NamedFailure):
     """Rollouter or queue died more often than they may be started again."""
 
 

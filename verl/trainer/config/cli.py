@@ -23,15 +23,15 @@ from verl.trainer.config.record import CONFIG_NAME, composed_as, has_record
 from verl.trainer.config.validate import problems_of
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
+from verl.utils.failures import NamedFailure, in_one_line
 from verl.utils.torch_companions import require_loadable
-from verl.utils.user_code import UserCodeError, in_one_line
 from verl.workers.config import PPOConfig
 
 logger = logging.getLogger("verl")
 USAGE_ERROR = 2
 """Exit code for what the user wrote on the command line, or names there."""
 FAILURE = 1
-"""For anything else that goes wrong in a run: with its traceback, or in a line if it is code of the user's own."""
+"""For anything else that goes wrong in a run: in a line if that explains it, else with its traceback."""
 
 
 def run_hydra(
@@ -46,7 +46,7 @@ def run_hydra(
     """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
 
     Called once, by a trainer's `main_*` module, on the driver. A ConfigError, also one that `main` raises before it
-    starts anything, becomes `error: ...` on stderr and exit code 2, a UserCodeError the same with exit code 1; every
+    starts anything, becomes `error: ...` on stderr and exit code 2, a NamedFailure the same with exit code 1; every
     other exception, and with VERL_TRACEBACK=1 the latter, passes through with its traceback.
 
     `adapt` turns a configuration into what a mode makes of it, which is what is checked. Supports --help [SECTION ...],
@@ -84,7 +84,7 @@ def run_hydra(
             main(config)
     except (ConfigError, BackendUnavailable) as exc:
         _fail(str(exc))
-    except UserCodeError as exc:
+    except NamedFailure as exc:
         if envs.shows_tracebacks():
             raise
         _fail(f"{in_one_line(exc)} (VERL_TRACEBACK=1 shows where)", code=FAILURE)

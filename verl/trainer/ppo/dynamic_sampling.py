@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
+from verl.utils.failures import NamedFailure
 from verl.utils.plain import as_float
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import RewardError, RewardOutput
@@ -25,7 +26,7 @@ OF_REWARDS = ("score", "seq_reward", "seq_final_reward")
 logger = logging.getLogger(__name__)
 
 
-class TooFewGroups(RuntimeError):
+class TooFewGroups(NamedFailure):
     """So many batches did not hold enough groups whose responses differ."""
 
 

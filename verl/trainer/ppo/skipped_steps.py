@@ -6,12 +6,14 @@ import logging
 from collections.abc import Mapping
 from math import isfinite
 
+from verl.utils.failures import NamedFailure
+
 logger = logging.getLogger(__name__)
 
 KEYS = ("actor/skipped_steps", "critic/skipped_steps")
 
 
-class Diverged(Exception):
+class Diverged(NamedFailure):
     """The run cannot learn any more: so many steps in a row were without an update."""
 
 

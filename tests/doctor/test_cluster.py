@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.doctor import cluster
@@ -58,6 +59,17 @@ def test_few_hosts_are_paired_with_all_and_many_with_the_next():
     many = [str(host) for host in range(100)]
     assert cluster._pairs(many)[-1] == ("99", "0")
     assert len(cluster._pairs(many)) == 100
+
+
+def test_a_host_that_does_not_answer_is_named_and_the_others_are_looked_at(ray_cluster, monkeypatch):
+    gone = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id="e" * 56, soft=False)}
+    nowhere = {"resources": {"nowhere": 1}}
+    found = cluster_findings(CONFIG, hosts_of_cluster() | {"gone": gone})
+    assert {"python", "memcpy", "clock"} <= {finding.check for finding in found}
+    assert [(finding.check, finding.where) for finding in found if finding.state == "wrong"] == [("answer", "gone")]
+    monkeypatch.setattr(cluster, "ANSWERS_WITHIN_S", 0.1)
+    (silent,) = cluster_findings(CONFIG, {"nowhere": nowhere})
+    assert (silent.where, silent.found) == ("nowhere", "a process of Ray's there: none within 0.1 s")
 
 
 def test_a_cluster_is_looked_at_and_its_members_sync(ray_cluster):

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
@@ -18,6 +19,8 @@ from verl.doctor.rates import rate_findings
 
 PROBE_NBYTES = 2**26
 PROBE_TIMEOUT_S = 20.0
+ANSWERS_WITHIN_S = 120.0
+"""All hosts, each of which starts a process and measures its own rates."""
 ROUNDS = 20
 LEAST_GBIT_PER_S = 0.5
 MOST_LATENCY_MS = 5.0
@@ -93,15 +96,33 @@ def cluster_findings(config: CheckpointEngineConfig, hosts: dict[str, dict[str, 
     probers = {address: actor.options(num_cpus=0, **options).remote() for address, options in hosts.items()}
     try:
         found: list[Finding] = []
-        for findings in ray.get([prober.findings.remote(config) for prober in probers.values()]):
-            found += findings
-        found += [_clock(address, prober) for address, prober in probers.items()]
-        for source, target in itertools.islice(_pairs(list(probers)), MAX_PAIRS):
-            found.append(_way(source, target, probers))
+        answering: dict[str, Any] = {}
+        calls = {address: prober.findings.remote(config) for address, prober in probers.items()}
+        ends_s = time.monotonic() + ANSWERS_WITHIN_S
+        for address, call in calls.items():
+            try:
+                found += ray.get(call, timeout=max(0.0, ends_s - time.monotonic()))
+                found.append(_clock(address, probers[address]))
+                answering[address] = probers[address]
+            except (GetTimeoutError, RayActorError, ActorUnschedulableError) as exc:
+                found.append(_silent(address, exc))
+        for source, target in itertools.islice(_pairs(list(answering)), MAX_PAIRS):
+            found.append(_way(source, target, answering))
         return found
     finally:
         for prober in probers.values():
             ray.kill(prober)
+
+
+def _silent(address: str, exc: Exception) -> Finding:
+    why = f"none within {ANSWERS_WITHIN_S:g} s" if isinstance(exc, GetTimeoutError) else str(exc).splitlines()[0]
+    return Finding(
+        check="answer",
+        where=address,
+        state="wrong",
+        found=f"a process of Ray's there: {why}",
+        remedy="look at that host's raylet and its log (/tmp/ray/session_latest/logs), or take it out of the cluster",
+    )
 
 
 def _pairs(addresses: list[str]) -> list[tuple[str, str]]:
@@ -114,7 +135,7 @@ def _pairs(addresses: list[str]) -> list[tuple[str, str]]:
 
 def _clock(address: str, prober: Any) -> Finding:
     before = time.time()
-    there = ray.get(prober.clock.remote())
+    there = ray.get(prober.clock.remote(), timeout=PROBE_TIMEOUT_S)
     after = time.time()
     skew = max(before - there, there - after, 0.0)
     wrong = skew > MOST_SKEW_S
@@ -131,7 +152,7 @@ def _clock(address: str, prober: Any) -> Finding:
 def _way(source: str, target: str, probers: dict[str, Any]) -> Finding:
     where = f"{source} -> {target}"
     try:
-        port = ray.get(probers[target].listen.remote())
+        port = ray.get(probers[target].listen.remote(), timeout=PROBE_TIMEOUT_S)
         latency_s, bits_per_s = ray.get(probers[source].probe.remote(target, port), timeout=2 * PROBE_TIMEOUT_S)
     except Exception as exc:  # noqa: BLE001 - whatever it is, this is the finding
         reason = str(getattr(exc, "cause", None) or exc).strip().splitlines()[-1]

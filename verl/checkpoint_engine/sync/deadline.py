@@ -1,4 +1,4 @@
-"""Waiting for many, with a deadline, and able to say for whom."""
+"""Await calls to many members under one deadline, and name the members that failed or are late."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 async def all_within(
     timeout_s: float, calls: Mapping[str, Awaitable[T]], *, version: int | None, phase: str
 ) -> dict[str, T]:
-    """The results by member name. The first failure ends the wait at once; the other calls are cancelled.
+    """Return the results by member name. The first failure ends the wait and cancels the other calls.
 
-    Raises the member's own CheckpointEngineError (completed with version, phase and member), what `located` makes of
-    any other failure of a member, TransportTimeout that lists who is done and who is not when `timeout_s` have passed.
+    Raises the error of the member that failed, completed by `located`. Raises TransportTimeout after `timeout_s`; it
+    lists the members that are done and those that are not.
     """
     tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
     if not tasks:
@@ -62,8 +62,8 @@ async def each_within(
 
 
 async def carried_through(work: Coroutine[Any, Any, T]) -> T:
-    """What would leave others paused, if it ended in the middle. A cancellation is raised when it has ended; another
-    one at once."""
+    """Finish `work` even if this call is cancelled: ended halfway, it would leave replicas paused. The cancellation is
+    raised after `work` has ended, a second one at once."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -73,7 +73,7 @@ async def carried_through(work: Coroutine[Any, Any, T]) -> T:
 
 
 def located(error: BaseException, *, version: int | None, phase: str, member: str) -> CheckpointEngineError:
-    """`error` as one of ours that says where it happened. Cancellation and exits are not errors and pass through."""
+    """Convert `error` to a CheckpointEngineError with version, phase and member. Cancellation and exits are raised."""
     if not isinstance(error, Exception):
         raise error
     ours = as_ours(error)

@@ -1,7 +1,7 @@
-"""Whether a sync may move deltas, and what is learned from each: on the driver, next to the manager.
+"""The manager's policy on deltas: it decides whether a sync may move them, and measures rates. Runs on the driver.
 
-Owners choose (`plan/delta_choice.py`): each samples its changes, and gets the rates measured so far. Where a delta
-could not be faster even without changes, owners do not sample.
+Each owner then chooses full or delta (`plan/delta_choice.py`) from a sample of its changes and the measured rates. If
+a delta could not be faster even without changes, the manager requests none and owners do not sample.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..plan.delta_choice import (
 from ..plan.sync_plan import SyncPlan
 
 MOST_CHANGED = 10
-"""Tensors that a report names."""
+"""The most tensors that a report names."""
 LEAST_FETCH_NBYTES = 2**26
-"""A smaller transfer of deltas says nothing about the link."""
+"""A smaller transfer of deltas does not measure the link's rate."""
 
 
 class DeltaPolicy:
-    """What is known of the rates of one job."""
+    """Chooses the DeltaRequest of each sync of one job, from the rates that earlier syncs measured."""
 
     def __init__(self, config: CheckpointEngineConfig, *, possible: bool) -> None:
         """`possible`: the backend can move deltas."""
@@ -44,9 +44,9 @@ class DeltaPolicy:
         self._since_full = 0
 
     def request(self, base: int | None, plan: SyncPlan, *, across_hosts: bool) -> DeltaRequest | None:
-        """What owners are told before a sync from version `base`; None: they publish in full.
+        """The request to owners before a sync from version `base`; None: owners publish in full.
 
-        `across_hosts`: there is a network between some owner and some node. Memory is faster than any delta.
+        `across_hosts`: a network lies between some owner and some node. Within a host, copying is faster than a delta.
         """
         if base is None or self._mode == "off":
             return None
@@ -69,7 +69,7 @@ class DeltaPolicy:
         return asked if prefers_delta(best, was_delta=self._was_delta) else None
 
     def learn(self, plan: SyncPlan, phase_s: Mapping[str, float], report: DeltaReport | None) -> None:
-        """From a sync that was committed at the first attempt."""
+        """Update the rates from a sync that was committed at the first attempt."""
         nbytes = plan.layout.payload_nbytes
         if not self._is_warm:
             self._is_warm = True  # memory was touched for the first time: nothing is as slow again
@@ -104,7 +104,7 @@ def delta_report(
     staged: Sequence[Staging],
     actual_s: float,
 ) -> DeltaReport:
-    """What owners, in the order of their ranks, and nodes say of a sync for which `request` was sent."""
+    """The report of a sync after `request`. `encoded`: one per owner, by rank. `staged`: one per node."""
     known = [one for one in encoded if one is not None]
     sent = [one for one in known if one.nbytes]
     words, changed = sum(one.words for one in known), sum(one.changed for one in known)

@@ -4,7 +4,7 @@
     await manager.add_replicas(replicas)
     report = await manager.update_weights(global_steps)
 
-It lives on the driver, in one event loop. It knows its members only through ports; where they run is not its business.
+It runs on the driver, in one event loop. It calls members through ports, which hide the process of each member.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class CheckpointEngineManager:
         on_report: Sequence[Callable[[SyncReport], None]] = (),
         looks_anew: bool = False,
     ) -> None:
-        """Each of `on_report` is called with the report of every sync, also of one that is aborted. `looks_anew`: ranks
-        are asked before every sync what they hold, which may be other tensors, or other parts of them, than before.
+        """`on_report`: each is called with the report of every sync, aborted ones included. `looks_anew`: before every
+        sync the manager requests the shards of all ranks, because they may have changed.
 
         Raises ConfigError or BackendUnavailable for a backend that cannot work; nothing has started then."""
         if not trainers or not nodes:
@@ -90,7 +90,7 @@ class CheckpointEngineManager:
 
     @property
     def late_nodes(self) -> bool:
-        """Whether a rollout node can join after the first sync: its nodes fetch a version alone."""
+        """Whether a rollout node can join after the first sync: the backend lets one node fetch a version alone."""
         return self._engine_class.capabilities.late_nodes
 
     async def update_weights(
@@ -98,14 +98,15 @@ class CheckpointEngineManager:
     ) -> SyncReport:
         """Bring the trainer's current weights to every replica as version `global_steps`.
 
-        `boundary` returns when rollouts may get new weights; it ends by itself. A CheckpointEngineError that it raises
-        aborts the sync. The phases before `commit` run meanwhile. The trainer must not change its weights before this
-        method returns. With `released`, called on this event loop as soon as every rank copies, each rank waits for
-        `TrainerRank.await_copied` instead; from then on the sync retries nothing.
+        `boundary` is awaited before `commit`. It returns when rollouts may get new weights, and must end by itself. A
+        CheckpointEngineError that it raises aborts the sync.
+        The trainer must not change its weights before this method returns. With `released`, the trainer may go on:
+        `released` is called on this event loop once every rank has begun to copy. Each rank then calls
+        `TrainerRank.await_copied` before it changes weights, and the sync does not retry.
 
         Raises SyncAborted, its cause being the first failure; every healthy replica then serves the previous version.
-        The next call plans and connects again, so members may be replaced in between.
-        Errors of `Membership.prepared` before a sync (ConfigError, PlanError, a dead member) are raised unchanged.
+        The next call plans and connects again, so members may be replaced in between. Raises errors of
+        `Membership.prepared` (ConfigError, PlanError, a dead member) unchanged.
         """
         async with self._lock:
             members = self._membership
@@ -167,13 +168,12 @@ class CheckpointEngineManager:
     async def add_nodes(self, nodes: Iterable[NodePort]) -> None:
         """Add rollout nodes to later syncs; one with the name of a known node replaces it.
 
-        Each first reads the version in service from the trainer ranks' memory. Ranks and other nodes take no part, and
-        replicas continue to serve. `add_replicas` then brings replicas on these nodes into service. The next sync plans
-        and connects again.
+        Each new node first reads the version in service from the trainer ranks' memory. Replicas continue to serve.
+        `add_replicas` then brings replicas on these nodes into service. The next sync plans and connects again.
 
-        Raises ConfigError, before anything begins, for a backend whose nodes cannot do that. Raises the error of a node
-        that could not get the version, for instance because the ranks hold another one by now (TransportError). That
-        node does not join; the others do.
+        Raises ConfigError, before anything begins, for a backend without `late_nodes`. Raises the error of a node that
+        could not get the version, for instance TransportError because the ranks hold a later one. That node does not
+        join; the others do.
         """
         async with self._lock:
             added = list(nodes)
@@ -198,8 +198,8 @@ class CheckpointEngineManager:
     async def replace_trainers(self, trainers: Sequence[TrainerPort]) -> None:
         """Replace all trainer ranks, for instance because some died. Calls no member.
 
-        Nodes and replicas keep the version in service. The next sync plans and connects again. Its version need not be
-        higher: reports have the `attempt`.
+        Nodes and replicas keep the version in service. The next sync plans and connects again. It may repeat a version
+        number: `SyncReport.attempt` distinguishes the reports.
         """
         async with self._lock:
             self._membership.replace_trainers(trainers)
@@ -213,10 +213,10 @@ class CheckpointEngineManager:
             self._membership.remove_nodes(nodes)
 
     async def add_replicas(self, replicas: Iterable[Replica], *, catch_up: bool = True) -> None:
-        """Take replicas into service. Each gets the current version first, from its node's arena; the trainer goes on.
-        Those that need not `catch_up` get the next one, with the others.
+        """Bring replicas into service. With `catch_up` each first loads the current version from its node's arena; the
+        trainer goes on. Without it, they load the next version at the next sync.
 
-        Raises ActivationError naming a replica that could not load it; the others are in service.
+        Raises ActivationError naming a replica that could not load it: it is quarantined, the others are in service.
         """
         async with self._lock:
             added = list(replicas)
@@ -249,14 +249,14 @@ class CheckpointEngineManager:
                 self._quarantined.pop(replica.name, None)
 
     async def abort_replicas(self) -> None:
-        """Stop generation everywhere; requests in flight return their tokens so far."""
+        """Stop generation on every replica; requests in flight return the tokens generated so far."""
         await self._everywhere({replica.name: replica.pause("abort") for replica in self.replicas})
 
     async def resume_generation_replicas(self) -> None:
         await self._everywhere({replica.name: replica.resume() for replica in self.replicas})
 
     async def sleep_replicas(self) -> None:
-        """Free the engines' weights and KV caches where they can; call `wake_up_replicas` before the next sync."""
+        """Free the weights and KV caches of engines that can; call `wake_up_replicas` before the next sync."""
         await self._everywhere({replica.name: replica.sleep() for replica in self.replicas})
 
     async def wake_up_replicas(self) -> None:
@@ -270,7 +270,7 @@ class CheckpointEngineManager:
         await self._everywhere({replica.name: replica.resume_kv_cache() for replica in self.replicas})
 
     async def close(self) -> None:
-        """Release the members' connections and arenas. Idempotent; dead members are logged."""
+        """Close the connections and arenas of all members. Idempotent; errors of dead members are logged."""
         members = {member.name: member.close() for member in self._membership.everybody}
         failures = await each_within(self._config.deadlines.commit_s, members, version=self._version, phase="close")
         for error in failures.values():

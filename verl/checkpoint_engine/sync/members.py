@@ -1,6 +1,6 @@
-"""The members of a sync as the manager sees them, wherever they run: ports, and what their methods return.
+"""The ports through which the manager calls trainer ranks and rollout nodes, and the records that they return.
 
-What crosses processes is records, bytes and numbers.
+Only records, bytes and numbers cross processes.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from ..support.memory import MemoryUse
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one trainer rank says about itself: the whole model's layout, its own shards, its host."""
+    """A trainer rank's description of itself: the whole model's layout, its own shards, its host."""
 
     host: str
     layout_digest: str
     layout: bytes
-    """From rank 0 alone: the names of a large model are megabytes, and every rank has the same."""
+    """Only rank 0 fills it: the names of a large model are megabytes, the same on every rank."""
     shards: bytes
     host_addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What one trainer rank has published."""
+    """The result of one trainer rank's publish."""
 
     nbytes: int
-    """Written."""
+    """Bytes written."""
     seconds: float
-    """For which its trainer waited, until it might change its weights."""
+    """How long the copy kept its trainer from changing weights."""
     digests: bytes
-    """Of its pieces, in plan order."""
+    """Digests of its pieces, in plan order; 8 bytes each."""
     encoded: Encoded | None = None
-    """What it did with a `DeltaRequest`."""
+    """How it answered a `DeltaRequest`."""
     memory: MemoryUse | None = None
-    """Of its process, while it copied."""
+    """Memory use of its process during the copy."""
 
 
 class MemberPort(Protocol):
-    """Any member as the manager sees it, wherever it runs. All methods raise CheckpointEngineError."""
+    """The manager's interface to any member, in any process. All methods raise CheckpointEngineError."""
 
     @property
     def name(self) -> str: ...
@@ -56,7 +56,7 @@ class MemberPort(Protocol):
 
 
 def methods_of(port: type) -> set[str]:
-    """The names of what can be called on a member that is a `port`, from another process."""
+    """The names of the public coroutine methods of `port`: those that another process may call."""
     return {
         name
         for base in port.__mro__
@@ -66,7 +66,7 @@ def methods_of(port: type) -> set[str]:
 
 
 class TrainerPort(MemberPort, Protocol):
-    """A trainer rank as the manager sees it."""
+    """The manager's interface to a trainer rank; `trainer_rank.TrainerRank` implements it."""
 
     async def describe(self) -> Holding: ...
     async def prepare(self, plan: bytes) -> str: ...
@@ -78,7 +78,7 @@ class TrainerPort(MemberPort, Protocol):
 
 
 class NodePort(MemberPort, Protocol):
-    """A rollout node as the manager sees it."""
+    """The manager's interface to a rollout node; `rollout_node.RolloutNode` implements it."""
 
     async def check(self, arena_nbytes: int, arenas: int) -> None: ...
     async def prepare(self, plan: bytes) -> Member: ...

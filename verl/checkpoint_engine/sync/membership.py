@@ -1,4 +1,4 @@
-"""Who takes part in the syncs to come, and how they are connected: once for each plan, and for each that joins."""
+"""The trainer ranks and rollout nodes of the next syncs. It plans and connects per plan, and per node that joins."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWERS_WITHIN_S = 20.0
-"""A member that says nothing for so long, after an attempt has failed, is not waited for in another one."""
+"""After a failed attempt, a member that does not answer a ping within this time ends the sync."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What trainer ranks have held since the last version was committed, until they publish the next one."""
+    """The committed version that trainer ranks still hold in their regions, until they publish the next one."""
 
     version: int
     plan: SyncPlan
@@ -38,9 +38,9 @@ class Held:
 
 
 class Membership:
-    """Trainer ranks and rollout nodes, as they are connected now or will be at the next sync.
+    """Trainer ranks and rollout nodes, connected now or at the next sync.
 
-    The manager's, which does one thing at a time.
+    The manager owns it and calls one method at a time.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Membership:
         *,
         looks_anew: bool = False,
     ) -> None:
-        """`looks_anew`: what ranks hold may be something else at every sync, and they are asked for it."""
+        """`looks_anew`: the shards of ranks may change between syncs, so `prepared` requests them before each."""
         self._looks_anew = looks_anew
         self.trainers = list(trainers)
         self.nodes = list(nodes)
         self.arena_paths: dict[int, str] = {}
         """Node index to the directory of its arena. The same mapping as long as this lives."""
         self.trainer_members: list[Member] = []
-        """Those who published last, or do so now."""
+        """The trainer ranks of the last or the running publish."""
         self._config = config
         self._engine_class = engine_class
         self._plan: SyncPlan | None = None
@@ -79,11 +79,11 @@ class Membership:
         return not direct(self.trainer_members, self._node_members).is_on_one_host
 
     def node_at(self, index: int) -> NodePort:
-        """The node of that index in plans, as replicas name it."""
+        """The node with this index: `Replica.node_index`."""
         return self._node_at[index]
 
     def connect_anew(self) -> None:
-        """At the next sync."""
+        """Make the next sync plan and connect again."""
         self._plan = None
 
     def replace_trainers(self, trainers: Sequence[TrainerPort]) -> None:
@@ -91,7 +91,7 @@ class Membership:
         self.connect_anew()
 
     def add_node(self, node: NodePort) -> None:
-        """One of the same name leaves."""
+        """Add a rollout node; it replaces one of the same name."""
         self.nodes = [*(known for known in self.nodes if known.name != node.name), node]
         self.connect_anew()
 
@@ -101,8 +101,8 @@ class Membership:
         self.connect_anew()
 
     async def prepared(self, clock: Stopwatch) -> SyncPlan:
-        """The plan for the present members; made, and everybody connected, on the first sync, after a failed one, and
-        where ranks hold something else than before."""
+        """Return the plan for the present members. Plans and connects on the first sync, after a failed one, and when
+        the shards of a rank have changed."""
         if self._plan is None or self._looks_anew:
             timeout_s = self._config.deadlines.prepare_s
             holdings = await all_within(
@@ -122,7 +122,7 @@ class Membership:
         return self._plan
 
     async def reconnect(self, plan: SyncPlan, clock: Stopwatch) -> None:
-        """For another attempt. Raises before it has begun if a member does not answer, as one that is stopped."""
+        """Connect all members again, for another attempt. Raises TransportTimeout first if a member does not answer."""
         timeout_s = min(ANSWERS_WITHIN_S, self._config.deadlines.prepare_s)
         pings = clock.timed("prepare", {member.name: member.ping() for member in self.everybody})
         await all_within(timeout_s, pings, version=None, phase="prepare")
@@ -165,7 +165,7 @@ class Membership:
         return self._engine_class.build_topology(trainers, nodes)
 
     async def join(self, node: NodePort, held: Held | None) -> None:
-        """Bring the version in service to `node` alone."""
+        """Bring the version in service to `node` alone. Raises TransportError if no rank holds it."""
         deadlines = self._config.deadlines
         if held is None:  # a version is in service, but the trainer ranks that published it are not there any more
             raise TransportError("no rank has the version in service until the next sync", member=node.name)

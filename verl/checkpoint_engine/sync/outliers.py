@@ -1,4 +1,4 @@
-"""Whether a sync took much longer than those before it, and whom it waited for. Pure."""
+"""Find syncs that took much longer than earlier ones, and the member that each waited for. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..plan.member_report import Link, PhaseReport
 from ..plan.types import SyncReport
 
 LEAST_KNOWN = 5
-"""Syncs to compare with: fewer do not say what is usual."""
+"""Syncs to compare with: fewer give no usual time."""
 COMPARED = 20
 TIMES, LEAST_S = 2.0, 0.5
-"""A sync is told of when it takes so many times the median of those before it, and so many seconds more."""
+"""A sync is an outlier if it takes TIMES the median of earlier ones, and LEAST_S seconds longer."""
 UNCOUNTED = ("prepare", "wait")
-"""Phases that say nothing about a sync: members that are new, rollouts that are not at a boundary yet."""
+"""Phases left out of the time: they wait for new members, or for rollouts to reach a boundary."""
 MUCH = 0.25
-"""Of the excess: what is less of it explains nothing."""
+"""A cause explains an outlier from this share of the excess on."""
 
 
 def outlier(report: SyncReport, earlier: Sequence[SyncReport]) -> str | None:
-    """What to say of a sync that took much longer than `earlier` ones, in one line; None if it did not."""
+    """One line for the log if the sync took much longer than `earlier` ones, else None."""
     known = [one for one in earlier if one.outcome == "committed"][-COMPARED:]
     if report.outcome != "committed" or len(known) < LEAST_KNOWN:
         return None
@@ -73,7 +73,7 @@ def _s(seconds: float) -> str:
 
 
 def slowest_of(report: SyncReport) -> str | None:
-    """`node-2 (stage)`: who kept the others waiting longest; None if nobody did, or nothing is known."""
+    """The member that the others waited for longest, as `node-2 (stage)`; None below a twentieth of the sync's time."""
     waits = {phase: one.excess_s for phase, one in report.members.items() if one.members > 1}
     phase = max(waits, key=waits.__getitem__, default=None)
     if phase is None or waits[phase] < 0.05 * report.total_s:

@@ -1,6 +1,6 @@
-"""What both kinds of members are, each in the process where its memory is: an instance of the backend, and a thread.
+"""The base of trainer ranks and rollout nodes, in the process that has their memory: a backend engine and a thread.
 
-Blocking work runs on that one named thread, so that the event loop that calls a member goes on answering.
+Blocking work runs on that one named thread, so the event loop of the process stays responsive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Participant:
         return self._member.name
 
     async def ping(self) -> None:
-        """Answers whatever the member is doing."""
+        """Return at once, even while the member's thread works."""
 
     async def connect(self, topology: Topology) -> None:
         await self._run_interruptibly(lambda: self._engine.init_process_group(topology))

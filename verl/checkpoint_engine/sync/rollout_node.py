@@ -1,4 +1,4 @@
-"""A rollout node as a member of syncs: its arena takes each version in, and is checked before engines load from it."""
+"""A rollout node as a member of syncs: it receives each version into its arena and verifies it for the engines."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .participant import Participant
 
 logger = logging.getLogger(__name__)
 REPAIRED_OF = 16
-"""At most one of so many pieces is fetched again: where more are wrong, it was no accident on the way."""
+"""At most one in this many pieces is fetched again: more wrong pieces are no accident of the transfer."""
 
 
 class RolloutNode(Participant):
-    """One rollout node: owns its arena. `host` as for a trainer rank."""
+    """One rollout node. It owns its arena. Members with the same `host` share memory; default: this machine's name."""
 
     def __init__(
         self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path, host: str | None = None
@@ -40,7 +40,7 @@ class RolloutNode(Participant):
         self._arena: NodeArena | None = None
 
     async def check(self, arena_nbytes: int, arenas: int) -> None:
-        """Check, before anything is allocated, the memory for the host's `arenas` and the backend's needs of a host.
+        """Check, before allocation, that the host has memory for `arenas` of `arena_nbytes` and suits the backend.
 
         Raises ConfigError or BackendUnavailable.
         """
@@ -48,7 +48,7 @@ class RolloutNode(Participant):
         self._engine.check_host(self._config)
 
     async def prepare(self, plan: bytes) -> Member:
-        """Create the arena for versions of the plan's layout, unless it exists; returns its address."""
+        """Create the arena for the plan's layout, unless it exists. Returns this member with address and arena path."""
         return await self._run(lambda: self._prepare(SyncPlan.decode(plan)))
 
     def _prepare(self, plan: SyncPlan) -> Member:
@@ -67,15 +67,15 @@ class RolloutNode(Participant):
         return replace(self._member, address=address, arena=str(self._arena.directory))
 
     async def begin(self, version: int) -> str:
-        """Open the spare slot for `version`; its path."""
+        """Open the spare slot for `version` and return its path."""
         return await self._run(lambda: str(self._open_arena.begin(version)))
 
     async def takes_deltas(self, base: int) -> bool:
-        """Whether a delta to version `base` is enough for the open slot."""
+        """Whether the open slot can be made from version `base` and a delta."""
         return await self._run(lambda: self._engine.takes_deltas(base, self._open_arena))
 
     async def stage(self, version: int) -> Staged:
-        """Return when the open slot holds every byte."""
+        """Receive `version` into the open slot; return when it holds every byte."""
         return await self._run_interruptibly(lambda: self._stage(version))
 
     def _stage(self, version: int) -> Staged:
@@ -84,14 +84,14 @@ class RolloutNode(Participant):
         return Staged(nbytes=nbytes, links=self._engine.links(), memory=memory_watch().use_of(self.name, "stage"))
 
     async def staged(self, version: int) -> Staging:
-        """The result of the last `stage`."""
+        """What the `stage` of `version` did with deltas."""
         return await self._run(lambda: self._engine.staging(version))
 
     async def verify(self, version: int, digests: bytes) -> int:
-        """Compare the digests of the open slot; the number of pieces that were wrong and had to be fetched again.
+        """Compare the open slot with the owners' `digests`. Fetches a few wrong pieces again; returns their number.
 
-        Raises IntegrityError that names tensor, piece and owner of pieces that stay wrong, or that the backend cannot
-        fetch again; TransportError if fetching fails.
+        Raises IntegrityError naming tensor, piece and owner if pieces stay wrong or the backend cannot fetch them
+        again. Raises TransportError if fetching fails.
         """
         return await self._run_interruptibly(lambda: self._verify(self._manifest(version, digests)))
 
@@ -118,7 +118,7 @@ class RolloutNode(Participant):
         await self._run(lambda: self._open_arena.commit(version, self._manifest(version, digests)))
 
     async def drop(self) -> None:
-        """Forget the open slot. Idempotent."""
+        """Drop the open slot. Idempotent."""
         await self._run(self._drop)
 
     def _drop(self) -> None:
@@ -127,7 +127,7 @@ class RolloutNode(Participant):
         self._engine.close_abandoned()
 
     async def rollback(self, version: int) -> int | None:
-        """Make the previous version current; that version."""
+        """Make the previous version current if `version` is; return the version that is current then."""
         return await self._run(lambda: self._rollback(version))
 
     def _rollback(self, version: int) -> int | None:
@@ -136,11 +136,11 @@ class RolloutNode(Participant):
         return arena.rollback() if arena.version == version else arena.version
 
     async def reverify(self, version: int) -> None:
-        """Check the committed version again, before an engine loads it long after its sync. Raises IntegrityError."""
+        """Verify the committed version again, for an engine that loads it after its sync. Raises IntegrityError."""
         await self._run(lambda: self._open_arena.reverify(version, threads=memory_threads()))
 
     async def close(self) -> None:
-        """Remove the arena."""
+        """Close the backend engine and remove the arena."""
         await self._run(self._close)
         self._thread.shutdown(wait=False)
 

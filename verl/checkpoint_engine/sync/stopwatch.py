@@ -1,4 +1,4 @@
-"""How long the phases of one sync take, and members within them."""
+"""Measure the phases of one sync, and each member's share of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Seconds per phase, and of members within. Phases follow each other without gaps: they add up to the total."""
+    """Seconds per phase, and per member within a phase. Phases have no gaps between them: they add up to the total."""
 
     def __init__(self) -> None:
         self.began_s = time.time()
@@ -37,7 +37,7 @@ class Stopwatch:
             self._last = now
 
     def timed(self, phase: str, calls: Mapping[str, Awaitable[T]]) -> dict[str, asyncio.Future[T]]:
-        """`calls` of members, begun. The time of each counts until it is done, fails or is cancelled."""
+        """Start `calls` of members. Each member's time runs until its call returns, fails or is cancelled."""
         start = time.perf_counter()
         running: dict[str, asyncio.Future[T]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
         for name, call in running.items():
@@ -50,7 +50,7 @@ class Stopwatch:
         of_phase[name] = replace(known, seconds=known.seconds + time.perf_counter() - start)
 
     def moved(self, phase: str, nbytes: Mapping[str, int]) -> None:
-        """What members whose calls are done have written or fetched."""
+        """Add the bytes that each member wrote or fetched in `phase`, after its call has ended."""
         of_phase = self._members[phase]
         for name, count in nbytes.items():
             of_phase[name] = replace(of_phase[name], nbytes=of_phase[name].nbytes + count)

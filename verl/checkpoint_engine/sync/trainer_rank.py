@@ -44,7 +44,7 @@ class _Copy:
         self._publication: Publication | None = None
         self._ended_s = 0.0
         self.made: Future[None] = thread.submit(self._make, send)
-        """Done: the trainer may change its weights."""
+        """When it is done, the trainer may change its weights."""
         self.published: Future[Published] = thread.submit(self._digest)
 
     def _make(self, send: Callable[[], Publication]) -> None:
@@ -88,10 +88,10 @@ class TrainerRank(Participant):
         self._source = source
         self._prepared = False
         self._copy: _Copy | None = None
-        """What was published last."""
+        """The last publish."""
 
     async def describe(self) -> Holding:
-        """Specs and shards of this rank. Raises PlanError if they contradict each other."""
+        """Return the model's layout and this rank's shards. Raises PlanError if they contradict each other."""
         return await self._run(self._describe)
 
     def _describe(self) -> Holding:
@@ -117,10 +117,11 @@ class TrainerRank(Participant):
     async def publish(
         self, version: int, slots: Mapping[str, str], waits: bool = True, deltas: DeltaRequest | None = None
     ) -> None:
-        """Copy this rank's pieces into `slots`. `deltas`: the rank may send a delta to an earlier version.
+        """Copy this rank's pieces into the nodes' `slots` (name to path) or the backend's region. With `deltas` it may
+        send a delta. Raises TransportError if the rank was never prepared.
 
-        With `waits` this returns when they are copied, and the trainer may change its weights. Otherwise it returns
-        when copying has begun, and the trainer calls `await_copied` before it changes them.
+        With `waits` this returns when the copy is made; the trainer may then change its weights. Otherwise it returns
+        at once, and the trainer calls `await_copied` before it changes them.
         """
         if not self._prepared:
             raise TransportError("it was never prepared", member=self.name)
@@ -141,11 +142,11 @@ class TrainerRank(Participant):
             await asyncio.wrap_future(copy.made)
 
     def await_copied(self) -> None:
-        """Return when no copy of the weights is running. Called by the thread that trains; blocks it.
+        """Return when no copy of the weights is running. The training thread calls it and blocks.
 
-        The manager, not the trainer, gets the error of a failed copy. A copy that has not begun within the deadline for
-        publishing never begins. Raises TransportTimeout for one that has begun and is not done: it would send half of a
-        later step.
+        The manager, not the trainer, gets the error of a failed copy. A copy that has not begun within
+        `deadlines.publish_s` never begins. Raises TransportTimeout for a copy that has begun and is not done: it would
+        mix the weights of two steps.
         """
         copy, timeout_s = self._copy, self._config.deadlines.publish_s
         if copy is None or copy.made.done():
@@ -161,9 +162,9 @@ class TrainerRank(Participant):
             )
 
     async def published(self, version: int) -> Published:
-        """The publication of `version`, once it is copied and digested.
+        """Wait until `version` is copied and digested. The trainer may change its weights: only the copy is read.
 
-        The trainer may already change its weights, because this reads the copy.
+        Raises TransportError if the rank published another version last.
         """
         copy = self._copy
         if copy is None or copy.version != version:
@@ -171,7 +172,7 @@ class TrainerRank(Participant):
         return await asyncio.shield(asyncio.wrap_future(copy.published))
 
     async def serve(self, version: int) -> int:
-        """Take part in staging, for backends whose senders do; returns the bytes written into slots.
+        """Send in the stage phase, for backends that are not one-sided; return the bytes written into slots.
 
         The trainer may already change its weights.
         """

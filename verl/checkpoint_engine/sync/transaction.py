@@ -1,19 +1,19 @@
 """One sync: publish -> stage -> verify -> commit -> activate -> resume.
 
-What a failure leads to stands next to what failed:
+The consequence of a failure depends on the phase:
 
-    publish, stage, verify    the spare slot is dropped; tried again `retries` times; then SyncAborted.
-                              Not tried again once the trainer has been told that it may change its weights
-    wait                      who is waited for may say that there shall be no such version: the spare slot is dropped;
-                              SyncAborted. A member that dies meanwhile is missed at commit
+    publish, stage, verify    nodes drop the spare slot; the sync retries `retries` times; then SyncAborted.
+                              No retry after `released`: the trainer may have changed its weights
+    wait                      `boundary` may refuse the version: nodes drop the spare slot; SyncAborted.
+                              The death of a member is noticed at commit
     commit                    nodes that committed roll back, the others drop; SyncAborted
-    activate, some replicas   those are quarantined: paused, out of service; the version stands
+    activate, some replicas   those are quarantined: paused, out of service; the version stays committed
     activate, every replica   the nodes roll back and the replicas load the previous version again; SyncAborted
     resume                    the replica is quarantined
 
-Until `commit`, nothing that serves has changed. Cancelling up to then ends in the previous version; cancelling later
-ends in the new one: replicas that are paused load it and go on, within their deadlines, and those whose turn has not
-come are quarantined. Cancelling once more does not wait for them.
+Until `commit`, engines serve the previous version, and a cancelled sync ends there. A sync that is cancelled later ends
+in the new version: paused replicas load it within their deadlines and resume; replicas that were not paused yet are
+quarantined. A second cancellation does not wait for them.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ class Fleet:
     trainers: Sequence[TrainerPort]
     nodes: Sequence[NodePort]
     arena_paths: Mapping[int, str]
-    """Node index to the directory of its arena."""
+    """The directory of each node's arena, by node index."""
     replicas: Sequence[Replica]
     plan: SyncPlan
     same_host: bool = True
-    """Trainer ranks may write into the slots of nodes, which have to open them before."""
+    """Trainer ranks write into the slots of nodes, so nodes open their slots first."""
     senders_serve: bool = False
-    """Trainer ranks take part in staging: the backend is not one-sided."""
+    """Trainer ranks send in the stage phase: the backend is not one-sided."""
     reconnect: Callable[[], Awaitable[None]] | None = None
-    """Connects everybody anew, before another attempt."""
+    """Connects all members again before another attempt."""
 
 
 @dataclass
 class SyncTransaction:
-    """Moves one version through one fleet. Used once."""
+    """Moves one version to all nodes and replicas of one fleet. Used once."""
 
     version: int
     fleet: Fleet
@@ -84,12 +84,12 @@ class SyncTransaction:
     boundary: Boundary | None = None
     """Awaited between verify and commit."""
     deltas: DeltaRequest | None = None
-    """Owners may send what changed."""
+    """If set, owners may send deltas."""
     released: Callable[[], None] | None = None
-    """Called when every rank has begun to copy its shards: the trainer goes on, and each rank's `await_copied` says
-    when it may change its weights."""
+    """Called when every rank has begun to copy its shards: the trainer goes on, and calls `await_copied` on each rank
+    before it changes weights."""
     attempt: int = 0
-    """As in `SyncReport`."""
+    """`SyncReport.attempt`."""
     retries: int = 0
     nbytes_moved: int = 0
     pieces_repaired: int = 0
@@ -98,19 +98,19 @@ class SyncTransaction:
     quarantined: dict[str, CheckpointEngineError] = field(default_factory=dict)
     engine_checks: dict[str, EngineCheckResult] = field(default_factory=dict)
     digests: bytes = b""
-    """Of all pieces, once they are staged."""
+    """Digests of all pieces, in plan order, after a successful stage and verify."""
     delta: DeltaReport | None = None
     links: tuple[Link, ...] = ()
     memory: tuple[MemoryUse, ...] = ()
     failed_attempts: list[str] = field(default_factory=list)
     committed: bool = False
-    """The nodes hold the version and replicas may serve it."""
+    """All nodes have committed the version, so replicas may serve it."""
     _is_released: bool = False
-    """Nobody may publish this version again: the trainer's weights are not those any more."""
+    """The trainer may have changed its weights, so this version cannot be published again."""
     _pause_began: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> SyncReport:
-        """Raises SyncAborted, its cause being the first failure, when the fleet stays on the previous version."""
+        """Run all phases. Raises SyncAborted, caused by the first failure, if the fleet keeps the previous version."""
         self.digests = await self._move_with_retries()
         if self.boundary is not None:
             await self._wait(self.boundary)

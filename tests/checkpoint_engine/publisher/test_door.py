@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -70,6 +72,39 @@ def test_a_push_after_close_says_so(shm: Path):
             push(1)
 
 
+def test_a_push_while_another_thread_pushes_is_refused_and_harms_none(shm: Path):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def holds(path: str) -> None:
+        if path == "/pause":
+            begun.set()
+            assert goes_on.wait(60)
+
+    with stand_in(1) as (vllm, url), WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+        vllm.before = holds
+        thread = threading.Thread(target=publisher.push, args=(1,))
+        thread.start()
+        assert begun.wait(60)
+        for push in (publisher.push, publisher.push_async):
+            with pytest.raises(ConfigError, match="a push is active in another thread: push from one thread"):
+                push(2)
+        goes_on.set()
+        thread.join()
+        assert vllm.version == "1"
+        assert publisher.push(2).version == 2
+
+
+def test_a_publisher_that_nobody_has_any_more_keeps_no_server(shm: Path):
+    """Its claim is renewed by what knows it as long as it is there."""
+    with stand_in(1) as (_, url):
+        publisher = WeightPublisher({"w": torch.ones(3)}, [url])
+        publisher.push(1)
+        it = weakref.ref(publisher)
+        del publisher
+        gc.collect()
+        assert it() is None
+
+
 def test_a_fork_is_told_to_make_a_publisher_of_its_own_and_ends_that_of_its_parent_in_nothing(shm: Path):
     def said() -> list[str]:
         found = []
@@ -110,6 +145,12 @@ def test_a_fork_is_told_to_make_a_publisher_of_its_own_and_ends_that_of_its_pare
 def test_an_endpoint_that_is_no_url_is_refused_as_on_the_command_line(endpoint: str):
     with pytest.raises(ConfigError, match=r"is not a URL like http://127.0.0.1:8000"):
         WeightPublisher({"w": torch.ones(3)}, [endpoint])
+
+
+@pytest.mark.parametrize("endpoints", [[5], [None], [b"http://host"], b"http://host", [Path("http://a")], None, 8000])
+def test_endpoints_that_are_no_text_are_refused(endpoints: Any):
+    with pytest.raises(ConfigError, match="endpoint(s is a list of URLs| is a URL)"):
+        WeightPublisher({"w": torch.ones(3)}, endpoints)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

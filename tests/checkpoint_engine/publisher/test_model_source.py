@@ -63,6 +63,13 @@ def pruned(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def with_plain_weight(layer: nn.Module) -> nn.Module:
+    values = layer.weight.detach()
+    del layer.weight
+    layer.weight = values
+    return layer
+
+
 class WithValueHead(nn.Module):
     """As TRL's: a checkpoint has the names of the model inside."""
 
@@ -121,9 +128,10 @@ def test_wrappers_do_not_change_names():
 
 
 def test_floating_point_tensors_are_sent_in_the_dtype_that_is_asked_for():
-    found = sent(ModelSource(Tied(), "bfloat16"))
-    assert found["inner.0.weight"].dtype == torch.bfloat16
-    assert found["inner.1.num_batches_tracked"].dtype == torch.int64
+    for dtype in ("bfloat16", torch.bfloat16):
+        found = sent(ModelSource(Tied(), dtype))
+        assert found["inner.0.weight"].dtype == torch.bfloat16
+        assert found["inner.1.num_batches_tracked"].dtype == torch.int64
 
 
 def test_parts_are_read_where_they_are():
@@ -175,10 +183,11 @@ def test_tensors_without_values_are_refused_by_name():
         ({"w": freed()}, "w, a Tensor, has no memory of its own"),
         ([("w", torch.ones(3))], "a torch module or a mapping of named tensors, not list"),
         (nn.Linear(2, 2).named_parameters(), "a mapping of named tensors, not generator"),
-        (nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2))), "computed from other parameters, .*: 0.weight"),
-        (nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2))), "computed from other parameters, .*: 0.weight"),
-        (nn.Sequential(spectral_norm(nn.Linear(2, 2))), "computed from other parameters, .*: 0.weight"),
-        (nn.Sequential(pruned(nn.Linear(2, 2))), r"computed .*: 0.weight. .*prune.remove"),
+        (nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2))), "computed from others: 0.weight"),
+        (nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2))), "computed from others: 0.weight"),
+        (nn.Sequential(spectral_norm(nn.Linear(2, 2))), "computed from others: 0.weight"),
+        (nn.Sequential(pruned(nn.Linear(2, 2))), r"computed from others: 0.weight. .*prune.remove"),
+        (nn.Sequential(with_plain_weight(nn.Linear(2, 2))), "no parameters, but plain tensors .*: 0.weight"),
         (with_attribute("ds_id", 0), "weight is divided among ranks by DeepSpeed's ZeRO-3"),
         (with_attribute("quant_state", "4 bits"), "weight is packed by bitsandbytes"),
         (WithValueHead(), "has other names or tensors than its modules: pretrained_model.0.weight"),
@@ -217,8 +226,8 @@ def test_adapters_beside_their_matrices_are_refused_until_they_are_merged():
     assert torch.equal(sent(ModelSource(merged))["first.weight"], merged.first.weight)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bf16", "Tensor"])
-def test_a_dtype_that_is_none_is_refused(dtype: str):
+@pytest.mark.parametrize("dtype", ["int8", "bf16", "Tensor", torch.int8, 16])
+def test_a_dtype_that_is_none_is_refused(dtype: Any):
     with pytest.raises(ConfigError, match="no floating-point type"):
         ModelSource({"w": torch.ones(3)}, dtype)
 

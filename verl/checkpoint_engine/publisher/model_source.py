@@ -24,6 +24,8 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
 """What `torch.compile`, activation checkpointing and DDP put into names: the last one at their beginning only."""
 COMPUTED_FROM = ("orig", "g")
 """Ends of names of parameters: `torch.nn.utils` makes a weight of them (pruning, spectral and weight norm)."""
+PARAMETERS = ("weight", "bias")
+"""Names that layers of torch give them: a plain tensor in their place is in no checkpoint."""
 EXTRA = "_extra_state"
 """Of names in checkpoints that are no weight's."""
 KEPT_ELSEWHERE = {
@@ -42,7 +44,11 @@ class ModelSource:
     """
 
     def __init__(
-        self, model: nn.Module | Mapping[str, torch.Tensor], dtype: str | None = None, *, allow_nonfinite: bool = False
+        self,
+        model: nn.Module | Mapping[str, torch.Tensor],
+        dtype: str | torch.dtype | None = None,
+        *,
+        allow_nonfinite: bool = False,
     ) -> None:
         """`dtype`: what floating-point tensors are sent in, `bfloat16` for instance; None: as they are held. Unless
         `allow_nonfinite`, `view` and `copy` raise ConfigError for NaN and for what is infinite in that dtype.
@@ -54,7 +60,7 @@ class ModelSource:
             raise ConfigError(
                 f"the weights are a torch module or a mapping of named tensors, not {type(model).__name__}"
             )
-        sent = getattr(torch, dtype, None) if dtype is not None else None
+        sent = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if dtype is not None and not (isinstance(sent, torch.dtype) and sent.is_floating_point):
             raise ConfigError(f"dtype={dtype!r} is no floating-point type of torch, such as bfloat16")
         self._model, self._sent, self._allow_nonfinite = model, sent, allow_nonfinite
@@ -227,8 +233,8 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         )
     if computed := [f"{prefix}.{name}".lstrip(".") for prefix, one in model.named_modules() for name in _computed(one)]:
         raise ConfigError(
-            f"computed from other parameters, under names that no server has: {listed(computed)}. Make it a parameter "
-            "again (remove_parametrizations, prune.remove, remove_weight_norm), or pass named tensors"
+            f"no parameters, but plain tensors or computed from others: {listed(computed)}. Make it a parameter again "
+            "(remove_parametrizations, prune.remove, remove_weight_norm), or pass named tensors"
         )
     found: dict[str, torch.Tensor] = {}
     for name, tensor in _parameters_and_buffers(model):
@@ -291,7 +297,7 @@ def _computed(module: nn.Module) -> list[str]:
         return [name for name, _ in module.get_submodule("parametrizations").named_children()]
     made = (name for name, value in vars(module).items() if isinstance(value, torch.Tensor))
     own = {name for name, _ in module.named_parameters(recurse=False)}
-    return [name for name in made if any(f"{name}_{end}" in own for end in COMPUTED_FROM)]
+    return [name for name in made if name in PARAMETERS or any(f"{name}_{end}" in own for end in COMPUTED_FROM)]
 
 
 def _cleaned(name: str) -> str:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol, Self, SupportsIndex
 
 import torch
@@ -98,7 +100,7 @@ class WeightPublisher:
         model: nn.Module | Mapping[str, torch.Tensor] | ModelSource,
         endpoints: Sequence[str] | Path,
         *,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         config: Mapping[str, Any] | None = None,
         report_path: Path | None = None,
         nodes: Sequence[str] = (),
@@ -150,8 +152,9 @@ class WeightPublisher:
             )
         self._loop = LoopThread("weight-publisher")
         if self._manager is not None:
-            self._loop.start(self._renew_claims())
+            self._loop.start(_renew_claims(weakref.ref(self)))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher-push")
+        self._is_pushing = Lock()
         self._pending: Future[SyncReport] | None = None
         self._closed, self._process = False, os.getpid()
 
@@ -172,22 +175,24 @@ class WeightPublisher:
         Raises ConfigError for a server that cannot load our weights, ActivationError for weights that do not fit its
         model; the server continues to serve.
         """
-        self._await_pending()
-        return self._push(self._begin(version), allow_older, released=None)
+        with self._only_push():
+            self._await_pending()
+            return self._push(self._begin(version), allow_older, released=None)
 
     def push_async(self, version: SupportsIndex, *, allow_older: bool = False) -> PendingPush:
         """As `push`, but return when the weights are copied and may change again. Every rank calls it.
 
         It first waits for an earlier push, whose own `result` raises its error.
         """
-        self._await_pending()
-        number = self._begin(version)
-        self._member.has_begun.clear()
-        self._pending = self._background.submit(self._push, number, allow_older, _nothing)
-        self._pending.add_done_callback(lambda _: self._member.has_begun.set())
-        self._member.has_begun.wait()
-        self._member.await_copied()
-        return PendingPush(self._pending)
+        with self._only_push():
+            self._await_pending()
+            number = self._begin(version)
+            self._member.has_begun.clear()
+            self._pending = pending = self._background.submit(self._push, number, allow_older, _nothing)
+            pending.add_done_callback(lambda _: self._member.has_begun.set())
+            self._member.has_begun.wait()
+            self._member.await_copied()
+            return PendingPush(pending)
 
     def close(self) -> None:
         """Release the arena; servers keep their weights. Every rank calls it. Idempotent.
@@ -336,14 +341,6 @@ class WeightPublisher:
                     "tie_word_embeddings=false"
                 )
 
-    async def _renew_claims(self) -> None:
-        """As long as this is open: between pushes a server is its publisher's, too."""
-        while True:
-            await asyncio.sleep(LEASE_S / 3)
-            for replica in list(self._known.values()):
-                with suppress(CheckpointEngineError):  # the next push says it
-                    await replica.claim()
-
     async def _let_go(self, manager: CheckpointEngineManager) -> None:
         await asyncio.gather(_release(self._known.values()), manager.close())
 
@@ -386,12 +383,22 @@ class WeightPublisher:
             rescue=self._rescue,
         )
 
-    def _await_pending(self) -> None:
+    @contextmanager
+    def _only_push(self) -> Iterator[None]:
+        """Raises ConfigError in a fork, and as long as another thread, or this one below a signal handler, pushes."""
         if os.getpid() != self._process:
             raise ConfigError(
                 f"the publisher was made by process {self._process}, of which this one, {os.getpid()}, is a fork: make "
                 "one here"
             )
+        if not self._is_pushing.acquire(blocking=False):
+            raise ConfigError("a push is active in another thread: push from one thread, or use push_async")
+        try:
+            yield
+        finally:
+            self._is_pushing.release()
+
+    def _await_pending(self) -> None:
         if self._pending is not None:
             wait([self._pending])
             self._pending = None
@@ -401,6 +408,19 @@ class WeightPublisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+async def _renew_claims(of: weakref.ref[WeightPublisher]) -> None:
+    """As long as it is open, and anybody has it: between pushes a server is its publisher's, too."""
+    while of() is not None:
+        for replica in _known_to(of()):
+            with suppress(CheckpointEngineError):  # the next push says it
+                await replica.claim()
+        await asyncio.sleep(LEASE_S / 3)
+
+
+def _known_to(publisher: WeightPublisher | None) -> list[CheckedReplica]:
+    return [*publisher._known.values()] if publisher is not None else []
 
 
 async def _release(replicas: Iterable[CheckedReplica]) -> None:
@@ -413,7 +433,7 @@ async def _release(replicas: Iterable[CheckedReplica]) -> None:
 
 def urls_of(endpoints: Sequence[str] | Path) -> list[str]:
     """Each URL once, without a slash at its end. Raises ConfigError for an empty list or an invalid URL."""
-    if isinstance(endpoints, str):
+    if isinstance(endpoints, (str, bytes)) or not isinstance(endpoints, (Path, Iterable)):
         raise ConfigError(f"endpoints is a list of URLs, or a Path to a file of them: [{endpoints!r}]?")
     if isinstance(endpoints, Path):
         try:
@@ -422,6 +442,8 @@ def urls_of(endpoints: Sequence[str] | Path) -> list[str]:
             raise ConfigError(f"the file of endpoints {endpoints} cannot be read: {exc.strerror}") from exc
     else:
         found = list(endpoints)
+    if others := [one for one in found if not isinstance(one, str)]:
+        raise ConfigError(f"an endpoint is a URL like http://127.0.0.1:8000, not {others[0]!r}")
     urls = list(dict.fromkeys(url.rstrip("/") for url in found if url and not url.startswith("#")))
     for url in urls:
         require_url(url)

@@ -1,4 +1,4 @@
-"""Full or delta: what each would cost, from what this job has measured. Arithmetic; no torch, no I/O.
+"""Choose full or delta: predict the seconds of each from rates that this job has measured. No torch, no I/O.
 
 With N the bytes of a version, n those of one owner, f the changed fraction of its words and b the bits of a delta per
 changed word of w bits:
@@ -6,8 +6,8 @@ changed word of w bits:
     full    n / copy                            + N / link                + N / verify
     delta   n / encode + f * n / w * ENCODE_S   + N * f * b / w / link    + N / apply + f * N / w * APPLY_S
 
-`link` is the rate at which a whole version arrives on the slowest node while all owners send, over as many hops as the
-topology has. A way that is not in use must be faster by a tenth to be taken.
+`link` is the rate at which a whole version arrives on the slowest node while all owners send, over all hops of the
+topology. The choice changes only if the other way is faster by a tenth.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from dataclasses import dataclass, field, replace
 from math import log2
 
 MARGIN = 0.9
-"""What the other way may take of the time of the present one, at most, to be taken instead of it."""
+"""The choice changes if the other way takes at most this fraction of the present one's time."""
 ENCODE_S, APPLY_S = 3.5e-8, 2e-8
-"""What a changed word costs beside reading it: measured on an Intel Xeon, the latter with two threads."""
+"""Seconds per changed word, beside reading it: measured on an Intel Xeon, APPLY_S with two threads."""
 MOST_OF_CHANGES = 0.8
-"""So much of a time at most is put down to changes, when a rate is learned from it."""
+"""A measured time counts at most this fraction as the cost of changes, when a rate is computed from it."""
 LEAST_SAVED_S = 0.02
-"""For less nobody looks what has changed."""
+"""Owners do not compare with the base to save less than this."""
 SMOOTHING = 0.5
 """The weight of the newest measurement."""
 
 RECOVERY = 0.1
 CHANGE_LIMITS = (1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-"""Changed fractions of tensors, for a histogram. In the first bin are those without a change."""
+"""Bin limits of a histogram of tensors by changed fraction. The first bin includes unchanged tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Bytes of the model per second. What has not been measured yet is a rate of one slow core."""
+    """Bytes of the model per second. The defaults, until measured, are those of one slow core."""
 
     copy: float = 4e9
-    """An owner copies its pieces."""
+    """At which an owner copies its pieces."""
     encode: float = 1.5e9
-    """An owner copies its pieces and finds that nothing changed."""
+    """At which an owner copies its pieces and compares them with the base, if nothing changed."""
     link: float = 0.0
-    """Bytes arrive on a node; 0: not known."""
+    """At which bytes arrive on a node; 0: not measured."""
     verify: float = 6e9
-    """A node digests what has arrived."""
+    """At which a node digests a version."""
     apply: float = 1.5e9
-    """A node makes a version of the previous one, and digests it, if nothing changed."""
+    """At which a node makes a version from the base and digests it, if nothing changed."""
 
     def with_measured(self, **measured: float) -> Rates:
-        """After a sync that measured these rates."""
+        """These rates after a sync that measured some. 0 is no measurement; the first one replaces a default."""
         known = {name: rate for name, rate in measured.items() if rate > 0}
         before = {name: getattr(self, name) for name in known}
         default = Rates()
@@ -62,8 +62,8 @@ class Rates:
         )
 
     def recovered(self) -> Rates:
-        """The rates after a full sync: those that it did not measure approach their usual values. So one slow sync with
-        deltas, on a busy host, does not exclude deltas for ever."""
+        """The rates after a full sync: `encode` and `apply`, which it did not measure, approach their defaults. So one
+        slow sync with deltas, on a busy host, does not exclude deltas for ever."""
         usual = Rates()
         return replace(
             self,
@@ -74,7 +74,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """Seconds of publish, stage and verify."""
+    """Predicted seconds of publish, stage and verify together."""
 
     full_s: float
     delta_s: float
@@ -82,81 +82,80 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRequest:
-    """What the manager tells trainer ranks before a sync in which deltas may be sent."""
+    """The manager's request to trainer ranks before a sync in which they may send deltas."""
 
     base: int
     """The version that nodes hold."""
     always: bool
-    """Do not choose."""
+    """Send deltas without predicting: `checkpoint_engine.delta=always`."""
     rates: Rates
     nbytes: int
-    """Of the whole version."""
+    """Bytes of the whole version."""
     was_delta: bool
-    """The way of the last sync."""
+    """Whether the last sync sent deltas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """What one trainer rank did with a `DeltaRequest`."""
+    """One trainer rank's answer to a `DeltaRequest`."""
 
     nbytes: int
-    """Of its deltas; 0: it published in full."""
+    """Bytes of its deltas; 0: it published in full."""
     nbytes_full: int
     words: int
-    """Of the pieces that were compared: all of them, or a sample."""
+    """Words compared: of all its pieces, or of a sample."""
     changed: int
-    """Of these, the words that were not what they had been."""
+    """How many of the compared words had changed."""
     changed_of_pieces: bytes = b""
-    """32-bit integers, one for each of its pieces; empty for a sample."""
+    """Changed words of each of its pieces, as 32-bit integers; empty if it compared a sample."""
     seconds: float = 0.0
-    """To copy and compare."""
+    """The time to copy and compare."""
     predicted: Predicted | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """What one node did in staging."""
+    """How one node staged a version for which deltas were offered."""
 
     fetch_s: float = 0.0
     apply_s: float = 0.0
     pieces_whole: int = 0
-    """That were fetched whole, because their deltas or their base were no good."""
+    """Pieces that it fetched whole, because their deltas or their base were damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaReport:
-    """How a version was moved, of syncs in which deltas were possible."""
+    """How a sync with a `DeltaRequest` moved its version."""
 
     way: str
-    """`full`, `delta`, or `mixed`: some owners sent the one, some the other."""
+    """`full`, `delta`, or `mixed`: some owners sent deltas, the others all bytes."""
     base: int
     changed_fraction: float
-    """Of the words that were compared."""
+    """Changed words as a fraction of the compared ones."""
     bits_per_change: float = 0.0
     nbytes_full: int = 0
-    """Of one version."""
+    """Bytes of one version."""
     nbytes_delta: int = 0
-    """Of the deltas of all owners."""
+    """Bytes of the deltas of all owners."""
     predicted_full_s: float = 0.0
     predicted_delta_s: float = 0.0
     actual_s: float = 0.0
-    """Publish, stage and verify."""
+    """Publish, stage and verify together."""
     encode_s: float = 0.0
-    """The slowest owner's copying and comparing."""
+    """The slowest owner's time to copy and compare."""
     fetch_s: float = 0.0
-    """The slowest node's."""
+    """The slowest node's time to fetch; `apply_s` likewise."""
     apply_s: float = 0.0
     pieces_whole: int = 0
     tensors_unchanged: int = 0
     most_changed: list[tuple[str, float]] = field(default_factory=list)
-    """Ten tensors with the largest changed fractions."""
+    """The ten tensors with the largest changed fractions."""
     tensors_by_change: list[int] = field(default_factory=list)
-    """How many tensors changed by at most each of `CHANGE_LIMITS`, and by more than the one before it; empty unless all
-    were compared."""
+    """Tensors per bin of `CHANGE_LIMITS`; of a tensor all words were compared. Empty if there is no such tensor."""
 
     @property
     def summary(self) -> str:
-        """For the log."""
+        """A phrase for the log."""
         if self.way == "full":
             return f"in full, {self.changed_fraction:.2%} of what was compared had changed"
         times = self.nbytes_full / max(self.nbytes_delta, 1)
@@ -164,13 +163,13 @@ class DeltaReport:
 
 
 def bits_per_change(fraction: float) -> float:
-    """About what `delta_codec` needs for a changed word of bfloat16: the entropy of its place, a sign, and a size."""
+    """Estimate of the bits of a changed bfloat16 word in `delta_codec`: entropy of its place, a sign, and a size."""
     p = min(max(fraction, 1e-9), 1 - 1e-9)
     return -(p * log2(p) + (1 - p) * log2(1 - p)) / p + 2.0
 
 
 def predict(rates: Rates, *, nbytes: int, owner_nbytes: int, fraction: float, word_nbytes: float) -> Predicted:
-    """`fraction`: of words of `word_nbytes` bytes on the mean that changed. Seconds."""
+    """Seconds of each way, by the module's formula. `fraction`: changed words; `word_nbytes`: their mean size."""
     link = rates.link or float("inf")
     moved = min(fraction * bits_per_change(fraction) / (8 * word_nbytes), 1.0)
     return Predicted(
@@ -184,7 +183,7 @@ def predict(rates: Rates, *, nbytes: int, owner_nbytes: int, fraction: float, wo
 
 
 def rate_without_changes(nbytes: float, seconds: float, changed_words: float, change_s: float) -> float:
-    """Bytes per second of a pass that met so many changes, had it met none; 0 if it was not measured."""
+    """Bytes per second of a measured pass, less `change_s` for each changed word; 0 if it was not measured."""
     if seconds <= 0:
         return 0.0
     return nbytes / (seconds - min(changed_words * change_s, MOST_OF_CHANGES * seconds))

@@ -1,4 +1,4 @@
-"""Reading what another process wrote: the answer is a value of the kind asked for or a named error, whatever it was."""
+"""Decode bytes from another process: the result is a value of the requested type, or a named error for any input."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..errors import CheckpointEngineError, TransportError
 T = TypeVar("T")
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError, OverflowError)
-"""What decoders raise: text that is no UTF-8 is a ValueError, what is nested too deep a RecursionError."""
+"""What decoders raise: ValueError for text that is no UTF-8, RecursionError for values that are nested too deep."""
 FAST = 1
-"""zlib's level: others take several times as long."""
+"""The zlib level: higher ones take several times as long."""
 
 
 def deflated(data: bytes | memoryview) -> bytes:
@@ -22,7 +22,7 @@ def deflated(data: bytes | memoryview) -> bytes:
 
 
 def inflated(data: bytes, most_nbytes: int) -> bytes:
-    """What `deflated` was given. Raises ValueError for anything else, and before it takes memory for more."""
+    """Undo `deflated`. Raises ValueError for other bytes, and for more than `most_nbytes` before allocating them."""
     inflating = zlib.decompressobj()
     try:
         plain = inflating.decompress(data, max(most_nbytes, 1))
@@ -39,7 +39,7 @@ def unpacked(
     what: str,
     error: type[CheckpointEngineError] = TransportError,
 ) -> T:
-    """msgpack. Raises `error`, which says that `data` is not `what`."""
+    """Decode msgpack as `kind`. Raises `error` with the text "not `what`"."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except UNREADABLE as exc:
@@ -52,7 +52,7 @@ def parsed(
     what: str,
     error: type[CheckpointEngineError] = TransportError,
 ) -> T:
-    """JSON. Raises as `unpacked`."""
+    """Decode JSON as `kind`. Raises as `unpacked`."""
     try:
         return msgspec.json.decode(text, type=kind)
     except UNREADABLE as exc:

@@ -1,4 +1,4 @@
-"""Where every tensor of a version lies: Hugging Face names to aligned offsets in one memory region. No torch."""
+"""The layout of a version: each Hugging Face tensor name gets an aligned offset in one memory region. No torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .encoded import unpacked
 from .types import ITEMSIZE, TensorSpec
 
 ALIGNMENT = 256
-"""Bytes. Every tensor starts at a multiple of it: enough for vector loads and for bulk copies of accelerators."""
+"""Every tensor starts at a multiple of this many bytes: enough for vector loads and bulk copies of accelerators."""
 
 MAX_DIMS = 64
-"""Of a tensor; torch allows no more."""
+"""Dimensions of a tensor; torch allows no more."""
 MAX_NBYTES = 2**56
-"""Of a version: sums and products of offsets stay far within 8 bytes."""
+"""Bytes of a version: sums and products of offsets stay far within 8-byte integers."""
 MAX_NAMES_IN_MESSAGE = 50
 
 
@@ -49,7 +49,7 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec]) -> Layout:
-        """Raises PlanError that lists every name that appears twice, unknown dtype, and impossible shape."""
+        """Lay out `specs` in order. Raises PlanError listing names that appear twice, unknown dtypes, bad shapes."""
         problems = []
         seen: set[str] = set()
         for spec in specs:
@@ -100,7 +100,7 @@ class Layout:
 
     @cached_property
     def bases(self) -> npt.NDArray[np.int64]:
-        """`offsets` as a column."""
+        """`offsets` as an array: [tensors]."""
         return np.array(self.offsets, np.int64)
 
     @cached_property
@@ -121,6 +121,6 @@ class Layout:
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
-        """Raises PlanError if `data` was not made by `encode`."""
+        """Undo `encode`. Raises PlanError for other bytes."""
         rows = unpacked(data, list[tuple[str, tuple[int, ...], str]], "an encoded layout", PlanError)
         return cls.of([TensorSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in rows])

@@ -1,4 +1,4 @@
-"""What each member did in a sync, in few words: a report stays small with hundreds of members. Pure."""
+"""Reports of a sync by member: they name the slowest members, and stay small with hundreds. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ..support.memory import MemoryUse
 
 SLOWEST = 8
-"""Members of a phase, and links of a sync, that a report names. The others are in its totals."""
+"""The most members of a phase, and links of a sync, that a report names. Its totals include the others."""
 BUSIEST_OF_NODE = 4
-"""Links that a node tells of."""
+"""The most links that a node reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Link:
     peer: str
     nbytes: int
     seconds: float
-    """In which something was on its way, or waited for the peer."""
+    """How long a transfer was under way, or waited for the peer."""
 
     @property
     def gbits_per_s(self) -> float:
@@ -31,7 +31,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """What one node says when it has every byte."""
+    """What a node, or a rank that serves, returns from the stage phase."""
 
     nbytes: int
     links: tuple[Link, ...] = ()
@@ -40,29 +40,29 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberTime:
-    """What the manager waited for one member in one phase, all attempts together."""
+    """How long the manager waited for one member in one phase, over all attempts."""
 
     member: str
     began_s: float
-    """Since the sync began."""
+    """Seconds since the sync began."""
     seconds: float
     nbytes: int = 0
-    """That it wrote or fetched, where the phase moves bytes."""
+    """Bytes that it wrote or fetched; 0 in phases that move none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """All members of one phase."""
+    """The times of all members in one phase."""
 
     members: int
     median_s: float
     nbytes: int
     slowest: tuple[MemberTime, ...]
-    """At most SLOWEST, the slowest first."""
+    """At most SLOWEST members, the slowest first."""
 
     @classmethod
     def of(cls, times: Iterable[MemberTime]) -> PhaseReport:
-        """Raises statistics.StatisticsError for a phase without members."""
+        """Summarise `times`. Raises statistics.StatisticsError if there are none."""
         known = sorted(times, key=lambda one: -one.seconds)
         return cls(
             members=len(known),
@@ -73,15 +73,15 @@ class PhaseReport:
 
     @property
     def excess_s(self) -> float:
-        """How much longer the slowest member took than one in the middle."""
+        """How much longer the slowest member took than the median one."""
         return self.slowest[0].seconds - self.median_s
 
 
 def largest(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
-    """Those with the highest peaks."""
+    """The SLOWEST `uses` with the highest peaks."""
     return tuple(sorted(uses, key=lambda use: -use.host_peak_nbytes - use.device_peak_nbytes)[:SLOWEST])
 
 
 def busiest(links: Iterable[Link], count: int = SLOWEST) -> tuple[Link, ...]:
-    """Those that took longest."""
+    """The `count` links that took longest."""
     return tuple(sorted(links, key=lambda link: -link.seconds)[:count])

@@ -1,4 +1,4 @@
-"""Who sends what several trainer ranks hold, so that every rank sends about as many bytes. Pure."""
+"""Choose the owner of each piece that several trainer ranks hold, so that ranks send about equal bytes. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Holders = tuple[int, ...]
 
 
 def assign(nbytes: Int64s, holders: Int64s, sets: Sequence[Holders], load: Int64s) -> Int64s:
-    """One owner for each piece, whose holders are `sets[holders[i]]`. `load` is what each rank sends anyway.
+    """The owner of each piece i, a rank of `sets[holders[i]]`: [pieces]. `load`: bytes that each rank sends besides.
 
-    Pieces with few holders are dealt first, since they leave less choice. Those of one set are dealt so that its ranks
-    end up with loads that differ by at most the largest piece, unless a rank had more than its share before.
+    Pieces with few holders are assigned first, because they leave less choice. The loads of the ranks of a set then
+    differ by at most the largest piece, unless a rank already had more than its share.
     """
     owner = np.zeros(len(nbytes), np.int64)
     load = load.copy()

@@ -1,6 +1,6 @@
-"""Boxes of many tensors as columns of numpy arrays, and where they lie in the region. No torch, no I/O.
+"""Boxes of many tensors as columns of numpy arrays, and their places in the region. No torch, no I/O.
 
-A trillion-parameter model on 256 ranks has 18 million shards. Integers have 4 bytes where the model allows.
+A trillion-parameter model on 256 ranks has 18 million shards, so integers have 4 bytes if the model allows.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .types import Box, Shard
 
 Int64s = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.signedinteger[Any]]
-"""Of 4 or 8 bytes. Arithmetic that may leave 4 bytes starts from a column of the layout, which has 8."""
+"""Integers of 4 or 8 bytes. Arithmetic that may overflow 4 bytes starts from a column of the layout, which has 8."""
 
 MOST_ROWS = 2**26
-"""Of a table: four times what a trillion parameters on 256 ranks have."""
+"""Rows of a table: four times those of a trillion parameters on 256 ranks."""
 MOST_EQUALS = 2**10
-"""Rows that a table may have without a column that tells them apart."""
+"""The most rows of a table in which no column varies."""
 STEPS = tuple(np.dtype(f"<i{size}") for size in (1, 2, 4, 8))
-"""The integers that columns are packed into."""
+"""The integer types of packed columns."""
 CODES = frozenset(kind.str for kind in STEPS)
 ROWS_AT_A_TIME = 2**17
-"""Columns that are made of others are made in parts of so many rows: their temporaries then stay in the cache."""
+"""Columns are computed from others in parts of this many rows, so that temporaries stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ShardTable:
 
     @classmethod
     def of(cls, layout: Layout, shards: Sequence[Shard]) -> ShardTable:
-        """Raises PlanError that lists every shard which names an unknown tensor or leaves its tensor's bounds."""
+        """One row per shard. Raises PlanError listing shards of unknown tensors or outside their tensor's bounds."""
         shapes = layout.shapes
         table = cls.empty(layout, len(shards))
         problems = []
@@ -83,7 +83,7 @@ class ShardTable:
 
     @classmethod
     def empty(cls, layout: Layout, rows: int) -> ShardTable:
-        """`rows` rows without content, of integers that are wide enough for the layout."""
+        """A table of `rows` uninitialised rows, of integers that are wide enough for the layout."""
         width = layout.shapes.shape[1]
         largest = max(len(layout.specs), int(layout.shapes.max(initial=1)))
         kind = np.int32 if largest < 2**31 else np.int64
@@ -96,12 +96,12 @@ class ShardTable:
         return ShardTable(self.tensor[rows], self.start[rows], self.stop[rows])
 
     def columns(self) -> list[Any]:
-        """For msgpack; `from_columns` reads them."""
+        """The table as values for msgpack; `from_columns` decodes them."""
         return [self.start.shape, *(_packed(part) for part in (self.tensor, *self.start.T, *self.stop.T))]
 
     @classmethod
     def from_columns(cls, columns: Sequence[Any]) -> ShardTable:
-        """Raises what `encoded.UNREADABLE` lists for anything else, before it takes memory for it."""
+        """Undo `columns`. Raises an error of `encoded.UNREADABLE` for other values, before it allocates for them."""
         rows, width = msgspec.convert(columns[0], tuple[int, int])
         if not 0 <= width <= MAX_DIMS or len(columns) != 2 + 2 * width:
             raise ValueError(f"{len(columns) - 1} columns of a table of {width} dimensions")
@@ -125,7 +125,7 @@ class ShardTable:
 
     @classmethod
     def decode(cls, data: bytes) -> ShardTable:
-        """Raises PlanError if `data` was not made by `encode`. Whether it is of a model, `require_inside` finds out."""
+        """Undo `encode`. Raises PlanError for other bytes. `require_inside` checks that the boxes fit a model."""
         try:
             return cls.from_columns(msgspec.msgpack.decode(data, type=list[Any]))
         except UNREADABLE as exc:
@@ -186,7 +186,7 @@ def _outside(layout: Layout, tensor: int, box: Box) -> str:
 
 @dataclass(frozen=True)
 class Extents:
-    """Where boxes lie in the region: `rows[i]` runs of `run_nbytes[i]` bytes from `offset[i]`, `stride[i]` apart.
+    """The bytes of boxes in the region: of box i `rows[i]` runs of `run_nbytes[i]` from `offset[i]`, `stride[i]` apart.
 
     A box of whole rows is one run. A box of columns is one run per row.
     """
@@ -201,7 +201,7 @@ class Extents:
 
     @property
     def end(self) -> Int64s:
-        """Behind the last byte of each."""
+        """The offset behind the last byte of each box."""
         return self.offset + (self.rows - 1) * self.stride + self.run_nbytes
 
     @property
@@ -210,7 +210,7 @@ class Extents:
 
     @property
     def spans(self) -> Int64s:
-        """Of each box a row: where it begins, and bytes from there to its end, gaps between its runs included."""
+        """[boxes, 2]: the offset of each box, and its bytes to its end, gaps between runs included."""
         return np.stack([self.offset, self.end - self.offset], axis=1)
 
     def take(self, rows: Int64s) -> Extents:
@@ -224,7 +224,7 @@ class Extents:
 
 
 def extents_of(layout: Layout, boxes: ShardTable) -> Extents:
-    """Where each box lies. Boxes must be evenly strided: those that a plan has are."""
+    """The extents of `boxes`, which must be evenly strided, as the pieces of a plan are."""
     columns = Extents(*(np.empty(len(boxes), np.int64) for _ in range(4)))
     for low in range(0, len(boxes), ROWS_AT_A_TIME):
         part = slice(low, low + ROWS_AT_A_TIME)

@@ -1,9 +1,9 @@
-"""Who sends which bytes: from what every trainer rank holds to pieces with one owner each. No torch, no I/O.
+"""The plan of a sync: it cuts the shards of all trainer ranks into pieces with one owner each. No torch, no I/O.
 
     shards of each rank -> ShardTable -> prove that they cover the model once -> pieces <= block -> one owner per piece
 
-Everything is a column of a numpy array, because a trillion-parameter model on 256 ranks has millions of shards. They
-are looked at for some tensors at a time, so that only what is kept is there for all of them at once.
+All data are columns of numpy arrays, because a trillion-parameter model on 256 ranks has millions of shards. Tensors
+are planned in batches, so that temporary columns exist for one batch only.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .types import Box, Shard
 Int32s = npt.NDArray[np.int32]
 
 MOST_LAYOUT_NBYTES = 2**27
-"""A trillion parameters in 70,000 tensors take 5 MB."""
+"""Bytes of an encoded layout: one of a trillion parameters in 70,000 tensors has 5 MB."""
 BATCH_ROWS = 2**18
-"""About so many shards are planned at a time; those of one tensor always together.
+"""About as many shards are planned at a time; those of one tensor always together.
 
 2**21 was measured to take a third longer.
 """
@@ -56,12 +56,12 @@ class SyncPlan:
 
     @cached_property
     def extents(self) -> Extents:
-        """Of all pieces: for members that handle them all. 32 bytes for each."""
+        """The extents of all pieces, for members that handle them all. 32 bytes per piece."""
         return extents_of(self.layout, self.boxes)
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ when any tensor, piece or owner differs; equal on hosts that deflate differently."""
+        """16 bytes that differ when any tensor, piece or owner differs. They do not depend on the host's zlib."""
         found = xxhash.xxh3_128(self.layout.digest.encode())
         for column in (self.first, self.boxes.tensor, self.boxes.start, self.boxes.stop):
             for low in range(0, len(column), BATCH_ROWS):
@@ -69,7 +69,7 @@ class SyncPlan:
         return found.digest()
 
     def extents_of(self, owner: int) -> Extents:
-        """Of the pieces of `owner` alone."""
+        """The extents of the pieces of `owner` alone."""
         return extents_of(self.layout, self.boxes.take(self._part(owner)))
 
     def owner_of(self, piece: int) -> int:
@@ -79,7 +79,7 @@ class SyncPlan:
         return range(int(self.first[owner]), int(self.first[owner + 1]))
 
     def shards_of(self, owner: int) -> list[Shard]:
-        """The pieces of `owner`, by name and box."""
+        """The pieces of `owner` as shards: tensor name and box."""
         part = self.boxes.take(self._part(owner))
         shards = []
         columns = (part.tensor.tolist(), part.start.tolist(), part.stop.tolist())
@@ -93,7 +93,7 @@ class SyncPlan:
         return int(_nbytes(self.layout, self.boxes.take(self._part(owner))).sum())
 
     def describe(self, piece: int) -> str:
-        """`model.norm.weight[0:896] (bytes 1024..2816, from trainer-1)`: for messages."""
+        """The piece in words, for messages: `model.norm.weight[0:896] (bytes 1024..2816, from trainer-1)`."""
         spec = self.layout.specs[int(self.boxes.tensor[piece])]
         box = self.boxes.box(piece, len(spec.shape))
         span = ", ".join(f"{low}:{high}" for low, high in zip(box.start, box.stop, strict=True))
@@ -116,7 +116,7 @@ class SyncPlan:
 
     @classmethod
     def decode(cls, data: bytes) -> SyncPlan:
-        """Raises PlanError if `data` was not made by `encode`."""
+        """Undo `encode`. Raises PlanError for other bytes."""
         try:
             encoded_layout, first, columns = msgspec.msgpack.decode(data, type=tuple[bytes, list[int], list[Any]])
             boxes = ShardTable.from_columns(columns)
@@ -132,9 +132,9 @@ class SyncPlan:
 
 
 def make_plan(layout: Layout, held: Sequence[ShardTable], *, block_nbytes: int) -> SyncPlan:
-    """The plan for trainer ranks that hold `held[rank]`.
+    """The plan for trainer ranks with the shards `held[rank]`.
 
-    A box that several ranks hold is sent by one of them: its pieces are dealt out so that the ranks' bytes are even.
+    The pieces of a box that several ranks hold are divided among these ranks, so that ranks send about equal bytes.
     Raises PlanError, listing every tensor, unless the boxes cover each byte of the layout exactly once.
     """
     tables = [_by_tensor(table) for table in held]

@@ -1,4 +1,4 @@
-"""Who sends to whom, as data. Pure functions of the members; every backend picks one."""
+"""Topologies: which member sends to which, as data. Pure functions of the members; every backend chooses one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..errors import BackendUnavailable, PlanError
 from .types import Member
 
 MAX_LANES = 8
-"""Owners from which a node receives at the same time."""
+"""Lanes that the process groups of owners share; see `Lane`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`audience[sender]` are the names of the members that receive the sender's pieces.
+    """`audience[sender]` are the names of the members that receive from the sender.
 
-    Nodes that have an audience pass a version on. Those to which trainer ranks send divide the version among
-    themselves, and each node gets the rest from the one node whose audience it is in.
+    A node with an audience forwards the version to it. If nodes forward, those in the audience of trainer ranks each
+    read a share of the version from the ranks. Every node reads the rest from the one node whose audience it is in.
     """
 
     trainers: tuple[Member, ...]
@@ -28,15 +28,15 @@ class Topology:
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Where nodes pass a version on: those that read from trainer ranks, each its part of a version."""
+        """If nodes forward: the nodes that read from trainer ranks, each its share of a version."""
         return self.audience[self.trainers[0].name]
 
     def is_alone(self, node: str) -> bool:
-        """Where nodes pass a version on: whether `node` neither serves another node nor reads from one."""
+        """If nodes forward: whether `node` neither serves another node nor reads from one."""
         return not self.audience.get(node) and self.before(node) is None
 
     def before(self, node: str) -> Member | None:
-        """Where nodes pass a version on: from whom `node` reads what it does not get from trainer ranks."""
+        """If nodes forward: the node from which `node` reads what it does not read from trainer ranks."""
         return next((other for other in self.nodes if node in self.audience.get(other.name, ())), None)
 
     @property
@@ -45,31 +45,31 @@ class Topology:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Hosts may have the same name and be two."""
+        """Compares names and addresses, because two hosts may have the same name."""
         return len({(member.host, member.host_addresses) for member in self.members}) == 1
 
     @property
     def host_addresses(self) -> tuple[str, ...]:
-        """Of all members' hosts; none where they share one, whose members talk to each other inside of it."""
+        """The addresses of all members' hosts; empty on one host, where members connect over loopback."""
         if self.is_on_one_host:
             return ()
         return tuple(sorted({address for member in self.members for address in member.host_addresses}))
 
     def group_of(self, sender: str) -> tuple[str, ...]:
-        """The sender and its audience, as ranks of one process group: the sender is rank 0."""
+        """The sender, as rank 0, and its audience: the ranks of its process group."""
         return (sender, *self.audience[sender])
 
 
 def direct(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-    """Every trainer rank's pieces go straight to every rollout node."""
+    """Every rollout node receives every trainer rank's pieces from that rank."""
     everyone = tuple(node.name for node in nodes)
     return Topology(tuple(trainers), tuple(nodes), {trainer.name: everyone for trainer in trainers})
 
 
 def broadcast(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-    """Every trainer rank broadcasts its own pieces to all rollout nodes, in a group of its own. There is no funnel.
+    """Every trainer rank broadcasts its own pieces to all rollout nodes, in a process group of its own.
 
-    Raises PlanError if a name is there twice: ranks of a group are found by name.
+    Raises PlanError if two members have the same name: a group finds its ranks by name.
     """
     members = Counter(member.name for member in (*trainers, *nodes))
     twice = [name for name, count in members.items() if count > 1]
@@ -80,14 +80,14 @@ def broadcast(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
 
 
 def across_hosts(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-    """For rollout nodes that share their hosts, and memory, with trainer ranks: who relays whose pieces to which host.
+    """For rollout nodes that share memory with trainer ranks of their host: `audience[rank]` are its relays elsewhere.
 
     A rank writes its own pieces into the slots of its host. To every other host it sends them once, to one rank there,
     which writes them into that host's slots. A host's k-th rank sends to the k-th rank of each other host (modulo their
-    number), so that ranks of a host share the work. On one host nobody has an audience.
+    number), so that ranks of a host share the work. On one host all audiences are empty.
 
-    Raises BackendUnavailable, naming the hosts, unless every host has both: rollout nodes without a trainer rank are
-    out of reach, and a trainer rank without a node has no slot to send from.
+    Raises BackendUnavailable, naming the hosts, unless every host has both: no rank reaches rollout nodes on a host
+    without trainer ranks, and a trainer rank without a node has no slot to send from.
     """
     ranks: dict[str, list[Member]] = {}
     for trainer in sorted(trainers, key=lambda member: member.index):
@@ -108,25 +108,25 @@ def across_hosts(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topolog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What the process group of one owner shares with those of other owners, so that hundreds fit into one process."""
+    """Resources that process groups of several owners share, so that hundreds of groups fit into one process."""
 
     device: int | None
-    """Groups with the same number share a listening socket and a thread that moves bytes; None: one of its own."""
+    """Groups with the same number share a listening socket and a thread that moves bytes. None: not shared."""
     threads: int
-    """That start operations: with two, the next bucket of an owner is under way while one ends."""
+    """Threads that start operations: with two, the next bucket of an owner is under way while one ends."""
 
 
 def lane_of(owner: int, *, num_owners: int) -> Lane:
-    """The lane of the owner's group: the same on each of its members, which have to agree."""
+    """The lane of the owner's group. All members of the group must compute the same one."""
     if num_owners <= MAX_LANES:
         return Lane(device=None, threads=2)
     return Lane(device=owner % MAX_LANES, threads=1)
 
 
 def chain(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-    """Every trainer rank's pieces go to the first rollout node only; every node serves the next one, by index.
+    """Only the first rollout node reads from trainer ranks; every node serves the next one, by index.
 
-    A trainer's network carries each byte once, however many nodes there are.
+    The network of the trainer's hosts carries each byte once, for any number of nodes.
     """
     ordered = sorted(nodes, key=lambda node: node.index)
     head = tuple(node.name for node in ordered[:1])
@@ -136,7 +136,7 @@ def chain(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
 
 
 def tree(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-    """As `chain`, but every node serves two others: fewer hops for many nodes, and twice the bytes out of each."""
+    """As `chain`, but every node serves up to two others: fewer hops, and twice the bytes out of each node."""
     ordered = sorted(nodes, key=lambda node: node.index)
     names = [node.name for node in ordered]
     audience = {trainer.name: tuple(names[:1]) for trainer in trainers}
@@ -147,10 +147,10 @@ def tree(trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
 def p2p_broadcast(
     trainers: Sequence[Member], nodes: Sequence[Member], device_of: Mapping[str, str] | None = None
 ) -> Topology:
-    """Designated receivers pull a version from the trainer ranks, each another part of it, and pass it on in a ring.
+    """Designated receivers each pull a share of the version from the trainer ranks; all nodes forward it in a ring.
 
-    A receiver is a rollout node; the first ones are, by index, as many as there are network devices to pull from.
-    `device_of` names those of trainer ranks; by default each has one of its own. A single node only pulls.
+    The receivers are the first rollout nodes by index, as many as the trainer ranks have network devices. `device_of`
+    maps the names of trainer ranks to devices; by default each rank has its own. A single node only pulls.
     """
     ordered = sorted(nodes, key=lambda node: node.index)
     devices = {(device_of or {}).get(trainer.name, trainer.name) for trainer in trainers}
@@ -163,10 +163,10 @@ def p2p_broadcast(
 
 
 def best_of(topologies: Sequence[str], *, trainer_hosts: Collection[str], node_hosts: Collection[str]) -> str:
-    """The one of a backend's `topologies` for members on these hosts: the meaning of `checkpoint_engine.topology=auto`.
+    """Choose one of a backend's `topologies` for members on these hosts, for `checkpoint_engine.topology=auto`.
 
-    By default the first. If rollout nodes are on more other hosts than trainer ranks are on, the ranks' network would
-    carry every byte several times. Then it is a chain, if the backend has one.
+    It is the first one by default. It is `chain`, if the backend has it, when more hosts have rollout nodes alone than
+    have trainer ranks: otherwise the ranks' network would carry every byte several times.
     """
     elsewhere = set(node_hosts) - set(trainer_hosts)
     return "chain" if "chain" in topologies and len(elsewhere) > len(set(trainer_hosts)) else topologies[0]
@@ -179,4 +179,4 @@ TOPOLOGIES: dict[str, Callable[[Sequence[Member], Sequence[Member]], Topology]] 
     "tree": tree,
     "p2p_broadcast": p2p_broadcast,
 }
-"""By the name under which `checkpoint_engine.topology` asks for them."""
+"""The values of `checkpoint_engine.topology`."""

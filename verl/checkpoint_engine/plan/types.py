@@ -1,4 +1,4 @@
-"""The records that trainers, rollout nodes and the manager exchange. No torch: any process can read them."""
+"""The records that trainer ranks, rollout nodes and the manager exchange. No torch, so any process can decode them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Box:
         return prod(self.shape)
 
     def contains(self, other: Box) -> bool:
-        """Whether all of `other` lies in it."""
+        """Whether `other` lies entirely in this box."""
         return len(self.start) == len(other.start) and all(
             start <= inner_start and inner_stop <= stop
             for start, inner_start, inner_stop, stop in zip(self.start, other.start, other.stop, self.stop, strict=True)
@@ -97,7 +97,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One party of a sync: a trainer rank or a rollout node. `address` is whatever the backend needs to reach it."""
+    """A member of a sync: a trainer rank or a rollout node. Its backend defines the content of `address`."""
 
     role: str
     """`trainer` or `node`."""
@@ -105,9 +105,9 @@ class Member:
     host: str
     address: str = ""
     arena: str = ""
-    """Directory of a rollout node's arena."""
+    """The directory of a rollout node's arena; empty for a trainer rank."""
     host_addresses: tuple[str, ...] = ()
-    """IPv4 addresses of its host: connections that it makes come from one of them."""
+    """IPv4 addresses of its host, from which it makes connections."""
 
     @property
     def name(self) -> str:
@@ -116,74 +116,73 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCheckResult:
-    """That an engine computes with the version that it was told to load, as far as it has looked."""
+    """An engine's successful check that it computes with the version that it loaded; `found` has its extent."""
 
     seconds: float
-    """Of the activation, the longest of the engine's ranks."""
+    """The check's share of the activation, on the slowest rank of the engine."""
     found: str
     """What was compared, or why not all was."""
     tensors_kept: int = 0
-    """Of the version, which were not loaded: the engine had them. The fewest of the engine's ranks."""
+    """Tensors of the version that the engine had already and did not load: the fewest of its ranks."""
 
 
 PHASES = ("prepare", "publish", "stage", "verify", "wait", "commit", "activate", "resume")
-"""The phases of a sync in order. `prepare` is zero except when shards, nodes or layout are new; `wait` is for rollouts
-to come to a boundary, after which they may get new weights, and zero where nothing generates during a sync."""
+"""The phases of a sync in order. `prepare` takes no time unless shards, nodes or layout are new. `wait` lasts until
+rollouts may get new weights; it takes no time if nothing generates during a sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What one sync did. Seconds are wall clock at the manager; the phases add up to `total_s`."""
+    """The report of one sync. Seconds are wall clock at the manager; the phases add up to `total_s`."""
 
     version: int
     backend: str
     outcome: str
-    """`committed`, or `aborted` (the previous version is still served)."""
+    """`committed`, or `aborted`: replicas serve the previous version."""
     nbytes_needed: int
     """Bytes of one version at the rollout dtype, times the number of rollout nodes."""
     nbytes_moved: int
-    """Bytes that were copied: into trainer ranks' packed regions, where a backend has them, and into node arenas."""
+    """Bytes copied into the packed regions of trainer ranks, if the backend has them, and into node arenas."""
     phase_s: dict[str, float]
     total_s: float
     began_s: float
     """Seconds since the epoch."""
     laps: tuple[tuple[str, float], ...]
-    """(phase, seconds) in the order in which phases came, without gaps: some come again after a failed attempt, or
-    with rolling activation."""
+    """(phase, seconds) in order and without gaps. Phases repeat after a failed attempt and with rolling activation."""
     trainer_blocked_s: float
-    """The longest time that any trainer rank kept its trainer from changing its weights. Of a trainer that goes on
-    meanwhile, what was left of the copy when it wanted to; of one that waits, the copy of the rank's own shards."""
+    """The longest time that a trainer rank could not change its weights: the copy of its own shards, or, if training
+    went on meanwhile, what was left of the copy when the trainer waited for it."""
     paused_s: dict[str, float]
-    """Per replica: from the request to pause until generation was possible again."""
+    """Per replica: from the request to pause until it could generate again."""
     replicas_updated: tuple[str, ...]
     replicas_quarantined: tuple[str, ...]
     retries: int
     pieces_repaired: int = 0
-    """That arrived wrong, on all nodes together, and were right when they had been fetched again."""
+    """Pieces, on all nodes together, that arrived wrong and were right after they had been fetched again."""
     error: str | None = None
     engine_checks: dict[str, EngineCheckResult] = field(default_factory=dict)
-    """Per replica whose engine has looked whether it computes with the version: `checkpoint_engine.check_engine`."""
+    """Per replica whose engine checked its weights: `checkpoint_engine.check_engine`."""
     delta: DeltaReport | None = None
-    """Of syncs in which owners might have sent what changed alone."""
+    """Set if the sync had a `DeltaRequest`."""
     members: dict[str, PhaseReport] = field(default_factory=dict)
-    """Per phase: trainer ranks, rollout nodes and replicas, as the manager waited for them."""
+    """Per phase: the manager's waits for trainer ranks, rollout nodes and replicas."""
     links: tuple[Link, ...] = ()
-    """The busiest of those over which nodes fetched, where a backend reads over links."""
+    """The busiest links over which nodes fetched, if the backend reports links."""
     memory: tuple[MemoryUse, ...] = ()
-    """Of the trainer ranks while they publish, and of the nodes while they stage: those with the highest peaks."""
+    """The highest peaks of trainer ranks in publish and of nodes in stage."""
     failed_attempts: tuple[str, ...] = ()
     """Why each attempt before the last failed."""
     attempt: int = 0
-    """How often the trainer ranks had been replaced. Those after a replacement may make versions once more."""
+    """How often the trainer ranks had been replaced. Replaced ranks may publish a version number again."""
 
     @property
     def gbytes_per_s(self) -> float:
-        """Bytes needed over the seconds of publish, stage and verify."""
+        """`nbytes_needed` per second of publish, stage and verify, in 1e9 bytes."""
         moving_s = sum(self.phase_s.get(phase, 0.0) for phase in ("publish", "stage", "verify"))
         return self.nbytes_needed / moving_s / 1e9 if moving_s > 0 else 0.0
 
     def timed_laps(self) -> Iterator[tuple[str, float, float]]:
-        """Of each lap: phase, start and stop, in seconds since the epoch."""
+        """(phase, start, stop) of each lap, in seconds since the epoch."""
         start_s = self.began_s
         for phase, seconds in self.laps:
             yield phase, start_s, start_s + seconds

@@ -25,6 +25,8 @@ class SleepyWorker:
 
     def wake_up(self, tags: list[str] | None = None) -> None: ...
 
+    def discard(self, tags: tuple[str, ...]) -> None: ...
+
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -62,6 +64,14 @@ def test_a_server_that_sleeps_takes_no_weights_until_all_of_it_is_awake(worker: 
     worker.wake_up(["kv_cache"])
     claim(worker)
     worker.sleep()
+    worker.wake_up()
+    claim(worker)
+
+
+def test_a_server_that_has_given_back_its_kv_cache_alone_takes_no_weights_until_it_has_one(worker: Any):
+    worker.discard(("kv_cache",))
+    with pytest.raises(ConfigError, match=r"it sleeps \(kv_cache\): wake it up first \(POST /wake_up\)"):
+        claim(worker)
     worker.wake_up()
     claim(worker)
 

@@ -73,8 +73,13 @@ def note_sleep() -> None:
         woken = getattr(worker, ASLEEP, ()) if tags is None else tags
         setattr(worker, ASLEEP, tuple(tag for tag in getattr(worker, ASLEEP, ()) if tag not in woken))
 
-    for around in (sleep, wake_up):
-        put_around(Worker, around.__name__, around)
+    def discard(inner: Callable[..., None], worker: Any, tags: tuple[str, ...]) -> None:
+        inner(worker, tags)
+        setattr(worker, ASLEEP, tuple(dict.fromkeys((*getattr(worker, ASLEEP, ()), *tags))))
+
+    for around in (sleep, wake_up, discard):
+        if hasattr(Worker, around.__name__):  # not every vLLM gives back its KV cache alone
+            put_around(Worker, around.__name__, around)
 
 
 def put_around(cls: type, method: str, around: Callable[..., Any]) -> None:

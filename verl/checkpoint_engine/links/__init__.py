@@ -1,1 +1,1 @@
-"""How members reach each other: wires, holders, the fetch loop, groups and who is alive."""
+"""How bytes move between members: wires, the fetch loop, forwarding nodes, process groups and liveness."""

@@ -1,4 +1,4 @@
-"""Library calls that may never return, on threads that nobody waits for any longer then."""
+"""Run library calls that may never return on daemon threads, and wait for them with a deadline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..errors import TransportTimeout
 
 
 class Attempt:
-    """Work on a daemon thread, which is left behind if it never ends.
+    """Runs `work` on a daemon thread, which stays behind if `work` never ends.
 
-    What the work had (stores, groups) goes as soon as its error is dropped. An error keeps all that its traceback's
-    frames have, and that must not be the error again: whenever Python's collector came, a thread of the trainer would
-    then wait for a broken group's last operation.
+    Stores and groups of a failed `work` must be freed as soon as its error is dropped. An error keeps the frames of its
+    traceback alive, so no frame may refer to the error: such a cycle lives until a garbage collection, in which a
+    thread of the trainer would wait for a broken group's last operation.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -33,7 +33,7 @@ class Attempt:
         del self
 
     def result(self) -> Any:
-        """Once, when it is done."""
+        """Return or raise the outcome of `work`. Call it once, after `done`."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -44,7 +44,7 @@ class Attempt:
 
 
 def within(timeout_s: float, call: Callable[[], Any], what: str) -> Any:
-    """What `call` returns or raises. Raises TransportTimeout that says `what` has not ended."""
+    """Return or raise the outcome of `call`. Raises TransportTimeout, naming `what`, after `timeout_s`."""
     attempt = Attempt(call)
     if not attempt.done.wait(timeout_s):
         raise TransportTimeout(f"{what} has not ended within {timeout_s:.1f} s")

@@ -1,4 +1,4 @@
-"""`gloo`, `nccl`, `hccl`: how each makes a group over a store of our own, and broadcasts that can be polled."""
+"""`gloo`, `nccl` and `hccl`: each makes process groups over a given store, and broadcasts that can be polled."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ class Flight(Protocol):
     """One broadcast under way."""
 
     def is_done(self) -> bool:
-        """Whether the bytes have left, or arrived. Raises RuntimeError if they will not."""
+        """Whether all bytes have been sent, or received. Raises RuntimeError if the broadcast failed."""
 
 
 class GroupMaker(Protocol):
     def listen_at(self, host: str, doors: Doorkeeper) -> None:
-        """Where groups that are made from now on listen, and who guards that."""
+        """Make later groups listen at `host`; `doors` decides which peers may connect."""
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Any:
-        """A group of `size` members; its operations give up after `timeout_s`. Raises RuntimeError."""
+        """Make a group of `size` members, whose operations fail after `timeout_s`. Raises RuntimeError."""
 
 
 class Communicator(GroupMaker, Protocol):
-    """What differs between the three: how a group is made, and whether bytes take a detour through a device."""
+    """One communication library: it makes groups, and broadcasts host memory, directly or through a device."""
 
     @staticmethod
     def require() -> Any:
-        """Raises BackendUnavailable where this process cannot have one."""
+        """Raises BackendUnavailable if this process cannot use the library."""
 
     def broadcast(self, group: Any, memory: torch.Tensor, *, sending: bool) -> Flight:
-        """Begin to send `memory` (host, uint8), or to receive into it, from rank 0 of `group`. Borrowed until done."""
+        """Begin to send `memory` (host, uint8) from rank 0 of `group`, or to receive into it. Borrowed until done."""
 
     def leave(self, group: Any) -> None:
-        """Let go of `group`, which is not used any more. May return only when its last operation has ended."""
+        """Free `group`, which is not used any more. It may block until the group's last operation has ended."""
 
     def max_in_flight(self, per_owner: int, owners: int) -> int:
-        """How many broadcasts a node has under way in all its groups together."""
+        """The most broadcasts that a node has under way in all its groups together."""
 
     def release(self) -> None:
-        """Let go of what groups share. They keep what they have of it."""
+        """Drop the resources that groups share (devices, buckets). Existing groups keep theirs."""
 
 
 def post(group: Any, memory: torch.Tensor, root: int = 0, timeout: timedelta | None = None) -> dist.Work:
-    """Begin a broadcast from rank `root`. `timeout`: None for the group's."""
+    """Begin a broadcast of `memory` from rank `root`. `timeout`: the group's by default."""
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
     if timeout is not None:
@@ -97,7 +97,7 @@ class Gloo:
         return self._devices[number]
 
     def _new_device(self, *, lazy_init: bool) -> Any:
-        """It listens from the beginning."""
+        """The device listens at once."""
         gloo: Any = dist.ProcessGroupGloo
         with self._doors.guarding() if self._doors else nullcontext():
             return gloo.create_device(hostname=self._address, lazy_init=lazy_init)
@@ -146,13 +146,13 @@ class _OverDevice:
             return _DeviceFlight(self, post(group, staging[: len(memory)]), memory, staging, sending)
 
     def listen_at(self, host: str, doors: Doorkeeper) -> None:
-        """NCCL and HCCL choose by themselves, and know each other by a secret that travels through the store."""
+        """Does nothing: NCCL and HCCL choose addresses, and authenticate by a secret that they share in the store."""
 
     def leave(self, group: Any) -> None:
-        """It goes with its last reference."""
+        """Does nothing: a group is freed with its last reference."""
 
     def max_in_flight(self, per_owner: int, owners: int) -> int:
-        """Each has a bucket in device memory. Nodes post in the same order, so that groups do not wait crosswise."""
+        """`per_owner` in all groups: each broadcast needs a bucket in device memory, and one order avoids deadlocks."""
         return per_owner
 
     def release(self) -> None:
@@ -192,7 +192,7 @@ class Hccl(_OverDevice):
 
     @staticmethod
     def require() -> Any:
-        """The package torch_npu."""
+        """Import and return torch_npu. Raises BackendUnavailable without it, or without an NPU."""
         try:
             import torch_npu
         except ModuleNotFoundError as exc:

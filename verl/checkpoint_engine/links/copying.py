@@ -1,4 +1,4 @@
-"""Reads that are copies made by the thread that asks for them: what has arrived is digested while the cache has it."""
+"""Reads over wires that copy on the calling thread: it digests each piece while the core's cache holds the bytes."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .fetch import Bucket
 from .wire import WireReader
 
 BUCKETS_PER_THREAD = 16
-"""Threads end at most one bucket apart, and notice between two of them that they are to stop."""
+"""Buckets per thread: threads end at most one bucket apart, and check between two whether to stop."""
 LEAST_NBYTES = 4 * 2**20
-"""Of a bucket: the next one takes some 90 microseconds of Python out of a cold cache."""
+"""Bytes of a bucket: starting one takes about 90 microseconds of Python with a cold cache."""
 
 
 def bucket_nbytes_for(payload_nbytes: int, threads: int) -> int:
-    """How large the buckets may be that `threads` share. Pure."""
+    """The largest bucket when `threads` share `payload_nbytes`. Pure."""
     return max(payload_nbytes // (BUCKETS_PER_THREAD * threads), LEAST_NBYTES)
 
 
 class Step(NamedTuple):
-    """A part of a bucket that is read at once, and then digested."""
+    """A part of a bucket that is read in one call, and then digested."""
 
     src_offset: int
     dst_offset: int
     nbytes: int
     pieces: Sequence[tuple[int, int, int]]
-    """Those that are complete then: row of the plan, offset in the slot, bytes."""
+    """The pieces that this step completes: row in the plan, offset in the slot, bytes."""
 
 
 def steps_of(plan: SyncPlan, buckets: Iterable[Bucket]) -> dict[tuple[int, int], list[Step]]:
-    """The steps of every bucket of `messages_of` that goes straight to a slot, by owner and place in its region. Pure.
+    """The steps of every bucket of `messages_of` that is read into the slot, by (owner, offset in its region). Pure.
 
-    A step is at most `CACHED_NBYTES` long, or one piece. A piece that is larger than a bucket is complete in no step.
+    A step is at most `CACHED_NBYTES` long, or one piece. No step completes a piece that is larger than a bucket.
     """
     packed: dict[int, _Packed] = {}
     steps: dict[tuple[int, int], list[Step]] = {}
@@ -81,16 +81,16 @@ class _Packed:
 
 @dataclass(frozen=True)
 class CopyingReader:
-    """The `RangeReader` over a wire that `copies`. It copies inside `is_done`, one step at a time.
+    """The `RangeReader` over a wire with `copies`. Each call of `is_done` copies and digests one step.
 
-    Two threads take turns in Python: what runs between a copy and its digest, and the next copy, is kept short.
+    Threads share Python's lock, so little Python runs between a copy, its digest and the next copy.
     """
 
     reader: WireReader
     plan: SyncPlan
     steps: Mapping[tuple[int, int], Sequence[Step]]
     arrived: PieceDigests
-    """Filled in as pieces arrive."""
+    """Receives the digest of each piece that arrives."""
 
     def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> Any:
         if bounce:
@@ -120,7 +120,7 @@ class CopyingReader:
             raise self.reader.located(exc, owner) from exc
 
     def digest_scattered(self, bucket: Bucket) -> None:
-        """Digest the pieces of `bucket` in their rows, to which they have just been copied; does nothing for others."""
+        """Digest the scattered pieces of `bucket`, in their rows of the slot. Does nothing for other buckets."""
         if bucket.scatter:
             pieces = np.asarray(bucket.scatter)
             extents = extents_of(self.plan.layout, self.plan.boxes.take(pieces))
@@ -131,4 +131,4 @@ class CopyingReader:
         self.reader.wait(timeout_s)
 
     def cancel(self, transfer: Any) -> None:
-        """The engine closes the wire after every failure; that ends this transfer with all others."""
+        """Does nothing: after a failure the engine abandons the wire and with it all transfers."""

@@ -1,4 +1,4 @@
-"""How memory is cut that nodes pass on: into shares of those that read from owners, and parts that travel alone."""
+"""How forwarding nodes cut memory: into shares, one per node that reads from owners, and parts that travel alone."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .fetch import Bucket
 from .wire import UInt8s
 
 UPSTREAM = -1
-"""Stands for the node before, where a wire or a bucket names an owner."""
+"""The owner index that means the upstream node, in wires and buckets."""
 PARTS = 256
-"""Into so many is a slot cut, unless they were too small or too large then. A hop delays a version by a few of them."""
+"""The number of parts of a slot, within the limits of their size. A hop delays a version by a few parts."""
 LEAST_PART_NBYTES = 2**20
-"""A read costs some hundred microseconds beside its bytes, and a part may be seen a millisecond late."""
+"""A read costs some hundred microseconds beside its bytes, and a node may notice a part a millisecond late."""
 
 
 def part_nbytes_for(slot_nbytes: int, most_nbytes: int) -> int:
-    """How large the parts of a slot are, and the buckets that fill them. Pure."""
+    """The bytes of a part of the slot, and of the buckets that fill it. Pure."""
     return min(max(-(-slot_nbytes // PARTS), LEAST_PART_NBYTES), most_nbytes)
 
 
 def shares_of(plan: SyncPlan, num_receivers: int) -> list[Range]:
-    """The slot in as many runs as there are receivers, about equally long and cut between pieces. Pure."""
+    """Cut the slot into `num_receivers` runs of about equal length, between pieces. Pure."""
     nbytes = plan.layout.nbytes
     starts = np.sort(plan.extents.offset)
     ends = np.maximum.accumulate(plan.extents.end[np.argsort(plan.extents.offset, kind="stable")])
@@ -42,7 +42,7 @@ def shares_of(plan: SyncPlan, num_receivers: int) -> list[Range]:
 
 
 def parts_of(shares: Sequence[Range], part_nbytes: int) -> list[Bucket]:
-    """`shares` in parts of at most `part_nbytes`, as buckets from the node before. Pure."""
+    """Cut `shares` into parts of at most `part_nbytes`, as buckets from the upstream node. Pure."""
     return [
         Bucket(UPSTREAM, (Range(start, start, nbytes),), nbytes)
         for share in shares
@@ -53,19 +53,19 @@ def parts_of(shares: Sequence[Range], part_nbytes: int) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How memory that is passed on is cut. The same on every node but for `own`."""
+    """The cut of memory that nodes forward. Every node computes the same one, but for `own`."""
 
     parts: Sequence[Bucket]
     shares: Int64s
-    """Where the shares of receivers begin."""
+    """The offsets at which the shares begin."""
     starts: Int64s
-    """Where the parts begin."""
+    """The offsets at which the parts begin."""
     own: Range | None
-    """What this node gets from owners."""
+    """The share that this node reads from owners; None if it reads from none."""
 
     @classmethod
     def of(cls, shares: Sequence[Range], part_nbytes: int, own: int | None) -> Cut:
-        """`own`: which of the shares is that of this node. Pure."""
+        """`own`: the index of this node's share, or None. Pure."""
         parts = parts_of(shares, part_nbytes)
         return cls(
             parts,
@@ -76,7 +76,7 @@ class Cut:
 
 
 class InTurn:
-    """Buckets from owners in their order; beside them parts from the node before, as soon as they are there."""
+    """A `Waiting`: buckets from owners in their order, and parts from the upstream node once that holds them."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class InTurn:
         passed: Sequence[int] = (),
         there: Callable[[], UInt8s] = lambda: np.zeros(0, np.uint8),
     ) -> None:
-        """At most `in_flight` of each kind are under way. Of all `parts` those numbered `passed` are wanted; those of
-        which `there` is not 0 can be read."""
+        """At most `in_flight` of each kind are under way. `passed` are the indices of the `parts` to fetch. `there`
+        returns a byte per part; the upstream node holds a part if its byte is not 0."""
         self._in_flight = in_flight
         self._own, self._parts, self._there = deque(own), parts, there
         self._passed = np.array(passed, np.int64)

@@ -1,12 +1,12 @@
-"""Both ends of a sync that moves what changed: the owner that makes deltas, the node that fetches and applies them.
+"""Both ends of a sync with deltas: the owner writes them, the node fetches and applies them.
 
-    owner    its region is the last version; while it publishes the next one it also writes what changed
-             (`DeltaWriter`), and its stamp says from what to what that leads
-    node     whose committed version is what the stamp says fetches the deltas in place of the pieces, and makes the
-             spare slot of the committed one; what does not work out is fetched whole
+    owner    its region holds the last version; while it publishes the next one it also writes deltas (`DeltaWriter`),
+             and its stamp names their base
+    node     if its committed version is that base, it fetches the deltas instead of the pieces, and makes the spare
+             slot from the committed one; it fetches pieces whole whose delta fails
 
-The region always has the whole version, too: for nodes whose version is another one, for those that join later, and for
-pieces that come out wrong.
+The region always has the whole version, too: for nodes with another version, for nodes that join later, and for pieces
+that come out wrong.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SAMPLED_OF = 32
-"""One of so many places is compared before it is decided whether all are."""
+"""The owner compares one in this many places with the base to decide between full and delta."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class _Made:
 
 
 class OwnerDeltas:
-    """What a trainer rank publishes, and the deltas that lead to it."""
+    """A trainer rank's region and its deltas. Called on that rank, by the thread that publishes."""
 
     def __init__(self, plan: SyncPlan, owner: int, region: PackedRegion) -> None:
         self._plan, self._owner, self._region = plan, owner, region
         self._writer = DeltaWriter(plan, owner, region.nbytes)
         self._last: tuple[int, PieceDigests] | None = None
-        """The version that the region holds, and its digests."""
+        """The version in the region, and its digests."""
         self._made: _Made | None = None
         self._encoded: tuple[int, Encoded] | None = None
         self._base: DeviceBase | None = None
-        """What the region holds, where the values are."""
+        """The region's version on the trainer's device, if it fits there."""
         self._is_asked = False
-        """Whether there was a reason to look for such a base."""
+        """Whether the device has been checked for such a base."""
 
     @property
     def bytes(self) -> UInt8s:
@@ -83,14 +83,14 @@ class OwnerDeltas:
 
     @property
     def leads_from(self) -> tuple[int, int]:
-        """For the stamp: the identity of the base, and the bytes of the deltas; 0 of both if there are none."""
+        """For the stamp: the identity of the base, and the bytes of the deltas; both 0 without deltas."""
         return (self._made.base, self._made.nbytes) if self._made is not None else (0, 0)
 
     def encoded(self, version: int) -> Encoded | None:
         return self._encoded[1] if self._encoded is not None and self._encoded[0] == version else None
 
     def publish(self, version: int, source: WeightSource, request: DeltaRequest | None) -> Publication:
-        """As `publishing.publish`, with deltas if `request` asks for them and the region holds its base."""
+        """As `publishing.publish`. Writes deltas if the region holds the base of `request` and they are faster."""
         last, made = self._last, self._made
         self._last = self._made = self._encoded = None
         if request is None or last is None or not is_warm():
@@ -206,7 +206,7 @@ class OwnerDeltas:
 
 
 class NodeDeltas:
-    """The memory in which a node has the deltas of one version, one owner's after the other."""
+    """A node's memory for the deltas of one version, one owner's after the other."""
 
     def __init__(self, plan: SyncPlan) -> None:
         self._plan = plan
@@ -218,7 +218,7 @@ class NodeDeltas:
         self.bytes: UInt8s = np.frombuffer(memory, np.uint8)
 
     def places(self, offered: Mapping[int, int]) -> dict[int, Range]:
-        """Where the deltas of each owner go, all that are `offered`: from the beginning of its memory, on to there."""
+        """The place of each owner's deltas in this memory. `offered`: their bytes, by owner. Raises TransportError."""
         places, end = {}, 0
         for owner, nbytes in offered.items():
             if not 0 < nbytes <= self._room[owner] or nbytes % 8:
@@ -236,10 +236,10 @@ class NodeDeltas:
         *,
         stopped: Callable[[], bool],
     ) -> tuple[set[int], list[int]]:
-        """Make the pieces of the owners at `places` in `slot`, out of `base`, which all of them lead from.
+        """Write the pieces of the owners in `places` to `slot`, from `base` and the deltas. `slot` may be `base`'s own.
 
-        Returns the owners whose deltas have arrived as they were written, as far as heads and tables tell, and those
-        pieces of them, by their rows in the plan, that could not be made. `slot` may be what `base` is of.
+        Returns the owners whose deltas have an intact head and table, and the rows in the plan of those of their
+        pieces that could not be made.
         """
         deltas = []
         for owner, place in places.items():
@@ -254,7 +254,7 @@ class NodeDeltas:
 
 
 def buckets_of(places: Mapping[int, Range], most_nbytes: int, within: Range | None = None) -> list[Bucket]:
-    """What is fetched of owners' deltas: all, or what belongs into one part of the memory. Pure."""
+    """Buckets for all deltas at `places`, or for those in the part `within` of the memory. Pure."""
     buckets = []
     for owner, place in places.items():
         low, high = place.dst_offset, place.dst_offset + place.nbytes
@@ -267,7 +267,7 @@ def buckets_of(places: Mapping[int, Range], most_nbytes: int, within: Range | No
 
 
 def reader_of(reader: WireReader, memory: UInt8s) -> WireReader:
-    """Reads deltas where `reader` reads pieces, into `memory`."""
+    """A reader of the same owners' deltas, into `memory`."""
     owners = {
         owner: msgspec.structs.replace(address, region=address.deltas) for owner, address in reader.owners.items()
     }
@@ -275,7 +275,7 @@ def reader_of(reader: WireReader, memory: UInt8s) -> WireReader:
 
 
 def fitting(manifest: Manifest, bases: Mapping[int, int]) -> set[int]:
-    """The owners whose deltas lead from the version of `manifest`; `bases`: the identities that they name."""
+    """The owners whose base is the version of `manifest`. `bases`: the identity of each owner's base."""
     plan, digests = manifest.plan, manifest.digests
     return {
         owner

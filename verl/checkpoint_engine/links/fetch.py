@@ -1,4 +1,4 @@
-"""The loop that fetches, and the buckets that it fetches. Backends bring wires, never loops of their own."""
+"""The fetch loop of all backends, and the buckets that it fetches. A backend supplies the wire."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Bucket:
     ranges: tuple[Range, ...]
     nbytes: int
     scatter: Sequence[int] = ()
-    """Pieces of the plan whose bytes arrive packed in the bounce buffer and are then copied to their rows."""
+    """Rows in the plan of pieces that arrive packed in the bounce buffer and are then copied to the slot."""
 
 
 def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int, within: Range | None = None) -> list[Bucket]:
     """The pieces of `owner` in buckets of exactly one range, for wires whose messages are one run of bytes. Pure.
 
-    Long runs go straight to the slot, cut between pieces, or inside one larger than `bucket_nbytes`. The tail of
-    the packed region, in parts of at most `bucket_nbytes` (or one piece), goes through the bounce buffer.
-    `within`: only the pieces that belong into this part of the slot, which begins and ends between pieces.
+    Long runs are read into the slot, cut between pieces, or inside a piece larger than `bucket_nbytes`. The tail of
+    the packed region goes through the bounce buffer, in parts of at most `bucket_nbytes` (or one piece).
+    `within`: only pieces in this part of the slot, which begins and ends between pieces.
     """
     packing = Packing.of(plan, owner)
     inside = np.ones(len(packing.offset), bool)
@@ -67,7 +67,7 @@ def messages_of(plan: SyncPlan, owner: int, bucket_nbytes: int, within: Range | 
 
 
 def pieces_again(plan: SyncPlan, pieces: Sequence[int]) -> list[Bucket]:
-    """A bucket for each of `pieces`, as `messages_of` makes them. Pure."""
+    """One bucket for each of `pieces` (rows in the plan), of the form of `messages_of`. Pure."""
     packings: dict[int, Packing] = {}
     buckets = []
     for piece in pieces:
@@ -86,7 +86,7 @@ def pieces_again(plan: SyncPlan, pieces: Sequence[int]) -> list[Bucket]:
 
 
 def moved_to(bucket: Bucket, shift: int) -> Bucket:
-    """`bucket` of `messages_of` for memory that begins elsewhere than the slot does. Pure."""
+    """A bucket of `messages_of` with its place in the slot moved by `shift` bytes. Pure."""
     if bucket.scatter:
         return bucket
     (part,) = bucket.ranges
@@ -94,7 +94,7 @@ def moved_to(bucket: Bucket, shift: int) -> Bucket:
 
 
 def spread_over_bounce(buckets: Sequence[Bucket], parts: int) -> list[Bucket]:
-    """`buckets` of `messages_of`, those that are scattered in turn at one of `parts` places of the bounce buffer. Pure.
+    """Give scattered `buckets` of `messages_of` one of `parts` places in the bounce buffer, by turns. Pure.
 
     Up to `parts` of them can then be under way at the same time.
     """
@@ -110,7 +110,7 @@ def spread_over_bounce(buckets: Sequence[Bucket], parts: int) -> list[Bucket]:
 
 
 def bounce_nbytes(buckets: Iterable[Bucket]) -> int:
-    """The size of the bounce buffer that `buckets` need."""
+    """The bytes of the bounce buffer that `buckets` need."""
     scattered = (bucket.ranges[0] for bucket in buckets if bucket.scatter)
     return max((part.dst_offset + part.nbytes for part in scattered), default=0)
 
@@ -139,10 +139,10 @@ def _straight_parts(packing: Packing, inside: npt.NDArray[np.bool_], most_nbytes
 
 
 class BounceBuffer:
-    """Takes scattered pieces between a slot and the bounce buffer, in which they lie as in their owner's region."""
+    """Copies scattered pieces between a slot and the bounce buffer, where they are packed as in the owner's region."""
 
     def __init__(self, plan: SyncPlan | None, bounce: npt.NDArray[np.uint8], origin: int = 0) -> None:
-        """`plan`: None if nothing is scattered. `origin`: where in the slot the memory begins that is given for it."""
+        """`plan`: None if no bucket is scattered. `origin`: the offset in the slot of the memory passed as `slot`."""
         self._plan = plan
         self._bounce = bounce
         self._origin = origin
@@ -184,9 +184,9 @@ class BounceBuffer:
 
 
 STALLED_S = 0.5
-"""Without a bucket: worth saying whom a loop waits for."""
+"""After this time without a bucket, a loop reports the owners that it waits for."""
 STOPPED_S = 0.01
-"""After so long at most a loop that waits notices that it is to stop, or that its time is over."""
+"""A waiting loop checks its stop and its deadline at least this often."""
 
 
 class RangeReader(Protocol):
@@ -196,16 +196,16 @@ class RangeReader(Protocol):
     """
 
     def start(self, owner: int, ranges: Sequence[Range], *, bounce: bool) -> Any:
-        """Begin to read `ranges` of the owner's region, to the slot or to `bounce`. Raises TransportError."""
+        """Begin to read `ranges` of the owner's region into the slot or the bounce buffer. Raises TransportError."""
 
     def is_done(self, transfer: Any) -> bool:
-        """Whether every byte has arrived. Raises TransportError if they will not."""
+        """Whether every byte has arrived. Raises TransportError if the transfer failed."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a transfer may be done, or after `timeout_s`; perhaps earlier."""
+        """Return when a transfer may be done, after `timeout_s`, or earlier."""
 
     def cancel(self, transfer: Any) -> None:
-        """Give the transfer up; its memory is not touched after this returns, as far as the transport can tell."""
+        """Cancel the transfer. If the transport can, it does not write to the memory after this returns."""
 
 
 class Stop(Protocol):
@@ -227,13 +227,13 @@ class _Flight:
 
 
 class Waiting(Protocol):
-    """Buckets that are still to be fetched, and which of them is next."""
+    """The buckets that a loop has not started, and their order."""
 
     def next(self, flying: Collection[Bucket]) -> Bucket | None:
-        """What may be started beside those that are under way; None while nothing may."""
+        """The bucket to start beside those that are `flying`; None if none may start now."""
 
     def remove(self, bucket: Bucket) -> None:
-        """`bucket`, which was next, is under way."""
+        """Remove `bucket`, which `next` returned and the loop has started."""
 
     def __iter__(self) -> Iterator[Bucket]: ...
 
@@ -241,7 +241,7 @@ class Waiting(Protocol):
 
 
 class InOrder:
-    """Never in another order: members of collectives that start them differently wait for each other for ever."""
+    """Starts buckets in their order: members of a collective that start them in different orders deadlock."""
 
     def __init__(self, buckets: Iterable[Bucket], max_in_flight: int) -> None:
         self._buckets = deque(buckets)
@@ -268,25 +268,25 @@ class FetchLoop:
     plan: SyncPlan | None
     """None if no bucket is scattered."""
     region: npt.NDArray[np.uint8]
-    """The slot."""
+    """The slot, or a part of it that begins at `origin`."""
     bounce: npt.NDArray[np.uint8]
-    """Where strided buckets arrive: at the `dst_offset` of their range, one at a time at each."""
+    """Receives strided buckets, at the `dst_offset` of their range; one at a time per offset."""
     version: int
     timeout_s: float
-    """From now on, for all that it is given."""
+    """The time for all buckets, from the construction of this loop."""
     stop: Stop = field(default_factory=threading.Event)
-    """Set from another thread: give up."""
+    """Another thread sets it to end the loop."""
     max_in_flight: int = 8
     interleave: bool = True
-    """Over the owners. Otherwise buckets are in the order in which they shall travel."""
+    """Whether `run` alternates between owners. Otherwise it fetches buckets in the order given."""
     on_bucket: Callable[[Bucket], None] = field(default=lambda bucket: None)
     origin: int = 0
-    """Where in the slot `region` begins, if it is a part of it."""
+    """The offset in the slot at which `region` begins."""
     name_of: Callable[[int], str] = field(default=lambda owner: f"trainer-{owner}")
     on_stall: Callable[[Collection[int]], None] = field(default=lambda owners: None)
-    """Called again and again, with the owners that are waited for, while nothing arrives."""
+    """Called repeatedly while nothing arrives, with the owners that the loop waits for."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds, of which the deadline is told."""
+    """The clock of the deadline, in seconds."""
 
     traffic: Traffic = field(default_factory=Traffic)
 
@@ -294,13 +294,13 @@ class FetchLoop:
         self._deadline = self.clock() + self.timeout_s
 
     def run(self, buckets: Sequence[Bucket]) -> int:
-        """Return the bytes that were fetched. Raises TransportTimeout naming the owners that were waited for, and the
-        reader's TransportError; nothing is in flight then."""
+        """Fetch `buckets`; return their bytes. Raises TransportTimeout naming the owners that it waited for, or the
+        reader's TransportError; no transfer is in flight then."""
         ordered = by_turns(buckets, lambda bucket: bucket.owner) if self.interleave else buckets
         return self.fetch(InOrder(ordered, self.max_in_flight))
 
     def fetch(self, waiting: Waiting) -> int:
-        """As `run`, in the order of `waiting`."""
+        """As `run`; `waiting` decides the order."""
         bounced = BounceBuffer(self.plan, self.bounce, self.origin)
         flying: list[_Flight] = []
         landed_s = self.clock()
@@ -363,11 +363,11 @@ class FetchLoop:
 
 
 def run_together(loops: Sequence[FetchLoop], buckets: Sequence[Bucket]) -> int:
-    """Fetch `buckets` with all loops, each on a thread of its own; the bytes that all of them fetched.
+    """Fetch `buckets` with all loops, each on a thread of its own; return the bytes that all fetched together.
 
-    Those that are scattered must be spread over as many places of the bounce buffer as there are loops: each loop has a
-    place for itself. The others are taken by whoever is free. When one loop fails the others give up. Raises what the
-    first to fail raised; nothing is in flight then.
+    `spread_over_bounce` must have given scattered buckets as many places as there are loops: each loop fetches those of
+    one place. The next idle loop fetches the next other bucket. When a loop fails, the others stop. Raises the first
+    loop's error; no transfer is in flight then.
     """
     scattered = [bucket for bucket in buckets if bucket.scatter]
     straight = sorted((bucket for bucket in buckets if not bucket.scatter), key=lambda bucket: -bucket.nbytes)
@@ -400,7 +400,7 @@ def _awaited(flying: Sequence[_Flight], waiting: Iterable[Bucket]) -> set[int]:
 
 
 def by_turns(items: Iterable[T], sender: Callable[[T], Any]) -> Iterator[T]:
-    """`items`, the senders by turns, so that every one is busy from the start; in order within one. Pure."""
+    """Order `items` so that senders alternate and all are busy from the start; the order of each stays. Pure."""
     queues: dict[Any, deque[T]] = {}
     for item in items:
         queues.setdefault(sender(item), deque()).append(item)

@@ -1,10 +1,10 @@
-"""Broadcasts over gloo along a chain: every member passes on what it gets, while the rest is still to come.
+"""Broadcasts over gloo along a chain: every member forwards each segment while it receives the next ones.
 
     rank 0 --> rank 1 --> rank 2 --> ...
 
 gloo's own broadcast is a tree, in which rank 0 sends everything once per level: with five receivers three times, over
-the network that all of them wait for. In a chain everybody sends it once. A group is a row of pairs, each a gloo group
-of its own: torch's gloo can be asked whether a broadcast is done, but not whether a single send or receive is.
+the network that all of them wait for. In a chain every member sends it once. A group is a row of pairs, each a gloo
+group of its own: torch's gloo can poll a broadcast, but not a single send or receive.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..plan.topology import MAX_LANES, Lane
 from .communicators import Flight, Gloo, post
 
 SEGMENT_NBYTES = 8 * 2**20
-"""What is passed on at once; smaller ones take longer where memory is the limit. A member is two of them behind the
-one before it."""
+"""Bytes of a segment; smaller ones take longer if memory is the limit. A member lags two segments behind the previous
+one."""
 
 
 class GlooChain(Gloo):
-    """A `Communicator` from and into host memory, without a copy."""
+    """A `Communicator` that sends from host memory and receives into it without a copy."""
 
     def group(self, store: Store, rank: int, size: int, lane: Lane, timeout_s: float) -> Chain:
-        """Every member makes its pairs in the order of the chain, so that none waits for another in a circle."""
+        """Make this member's pairs in the order of the chain, so that members never wait in a circle."""
         pairs = [
             super(GlooChain, self).group(PrefixStore(f"pair-{left}", store), rank - left, 2, lane, timeout_s)
             if 0 <= left < size - 1
@@ -61,17 +61,17 @@ class _Segment:
 
 
 class Chain:
-    """One member's place: a group of two with the member before it, and one with the member after it."""
+    """One member's place in a chain: a group of two with the previous member, and one with the next."""
 
     def __init__(self, before: Any, after: Any, *, segment_nbytes: int | None) -> None:
-        """`segment_nbytes`: None if nobody passes anything on."""
+        """`segment_nbytes`: None in a chain of two, where no member forwards."""
         self._before, self._after = before, after
         self._segment_nbytes = segment_nbytes
         self._arriving: deque[_Segment] = deque()
-        """To be passed on in this order, in which the next member expects them, whichever is here first."""
+        """Segments to forward, in this order: the next member expects them so."""
 
     def broadcast(self, memory: torch.Tensor) -> _ChainFlight:
-        """Every member calls it in the same order; at rank 0 `memory` is what all others get in theirs."""
+        """Begin to broadcast rank 0's `memory` (uint8) into that of the others. All members call it in one order."""
         step = self._segment_nbytes or max(len(memory), 1)
         segments = deque(self._begin(memory[start : start + step]) for start in range(0, max(len(memory), 1), step))
         return _ChainFlight(self, segments)
@@ -85,17 +85,17 @@ class Chain:
         return segment
 
     def pass_on(self) -> None:
-        """What has arrived since the last time."""
+        """Forward the segments that have arrived since the last call."""
         while self._arriving and _has_ended(self._arriving[0].arriving):
             segment = self._arriving.popleft()
             segment.leaving = post(self._after, segment.memory)
 
     def is_through(self, segment: _Segment) -> bool:
-        """Whether this member has nothing to do with it any more."""
+        """Whether this member has received `segment`, and sent it if a member follows."""
         return _has_ended(segment.arriving if self._after is None else segment.leaving)
 
     def close(self) -> None:
-        """Its pairs go here, not with the last traceback of a failed transfer: who lets go of one waits for it."""
+        """Free the pairs here, not with the last traceback of a failed transfer: freeing one blocks the thread."""
         self._before = self._after = None
         self._arriving.clear()
 

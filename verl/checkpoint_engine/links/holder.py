@@ -1,4 +1,4 @@
-"""How one-sided backends forward a version from node to node: `topology.py` has the reader of each node, as data.
+"""How one-sided backends forward a version from node to node; `topology.py` decides which node reads from which.
 
     chain            owners --> node 0 --> node 1 --> node 2
     tree             owners --> node 0 --> node 1, node 2 --> node 3, ...
@@ -6,11 +6,11 @@
 
 Every node is a holder: it serves its open slot while it fills. The slot is cut into parts; a page next to the slot,
 never inside it, lists the parts that have arrived. The next node reads that page, and then those parts, through the
-same wire. A part arrives either from the owners or from the node before.
+same wire. A part arrives either from the owners or from the upstream node.
 
-Versions are kept apart by the stamps of all owners, which every node reads before and after. The page has their digest,
-written last. It differs for every publication, also for a repeated one of the same version. So a page with a node's own
-digest describes the bytes that this node is to have.
+Every node reads the stamps of all owners before and after a transfer. Their digest identifies the publication: it
+differs for every one, also for a second one of the same version. A node writes it last into its page. So a node reads
+parts only if the upstream page has the digest that the node computed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .upstream import Endpoint, Page, UpstreamReader, name_of
 from .wire import UInt8s, Wire, WireReader
 
 MOST_RECEIVERS = 64
-"""Each may add a part, and a page has room for so many."""
+"""Nodes that read from trainer ranks. Each may add a part, and a page has room for as many."""
 IN_FLIGHT = 2
-"""Buckets from owners, and parts from the node before. More share the network, and all of them are there later."""
+"""Buckets from owners, and as many parts from the upstream node. More would share the network and delay each other."""
 
 
 class NodeHolder:
-    """One node's part in passing a version on: what it offers to others, and what it gets from the node before."""
+    """A forwarding node: it serves its slot to the nodes after it, and reads from owners and the upstream node."""
 
     def __init__(self, plan: SyncPlan, wire: Wire, part_nbytes: int, *, in_flight: int = IN_FLIGHT) -> None:
-        """`wire` answers other nodes; it is closed with this. `in_flight`: buckets from owners, and parts."""
+        """`wire` serves other nodes; `close` closes it. `in_flight`: buckets from owners, and as many parts."""
         self._plan = plan
         self._part_nbytes = part_nbytes
         self._in_flight = in_flight
@@ -69,9 +69,9 @@ class NodeHolder:
         return msgspec.json.encode(Endpoint(self._wire.address(), page.ctypes.data, page.nbytes)).decode()
 
     def join(self, topology: Topology, member: Member, bucket_nbytes: int) -> list[Bucket]:
-        """Learn the place of `member`; the buckets that it reads from owners, in the order in which they shall come.
+        """Set the place of `member` in the topology. Returns the buckets that it reads from owners, in order of offset.
 
-        Short pieces, which fill many parts, come first: a part is then complete early.
+        Buckets of short pieces are in many parts. They come as early as the first of these parts.
         """
         receivers = topology.receivers[:MOST_RECEIVERS]
         shares = shares_of(self._plan, len(receivers))
@@ -90,7 +90,7 @@ class NodeHolder:
         return sorted(buckets, key=lambda bucket: int(self._places_of(bucket)[0].min()))
 
     def cut_of(self, nbytes: int) -> Cut:
-        """Of so many bytes that are not a slot, cut anywhere."""
+        """The cut of `nbytes` of other memory than a slot, such as deltas; pieces do not matter."""
         count, own = self._receivers
         bounds = [align(nbytes * turn // count) for turn in range(count)] + [nbytes]
         shares = [Range(low, low, max(high - low, 0)) for low, high in pairwise(bounds)]
@@ -101,7 +101,7 @@ class NodeHolder:
         return self._upstream
 
     def connect(self, wire: Wire, timeout_s: float) -> None:
-        """Make the node before readable through `wire`, which is the reading one. Raises TransportError naming it."""
+        """Connect `wire`, with which this node reads, to the upstream node. Raises TransportError naming that node."""
         if self._upstream is None:
             return
         wire.register(self._copy.bytes)
@@ -127,10 +127,10 @@ class NodeHolder:
         deadline: float,
         cut: Cut | None = None,
     ) -> None:
-        """Fill `reader.slot` and offer what is there to other nodes.
+        """Fill `reader.slot`, and serve to other nodes the parts that have arrived. Raises TransportError.
 
-        `served` is the memory of the slot, too, for other nodes. `loop` and `reader` are those for the owners;
-        `buckets` are those of `join`, or what `cut` gives this node of other memory. Raises TransportError.
+        `served` is the same memory as other nodes may read it. `loop` and `reader` read from the owners. `buckets` are
+        those of `join`, or this node's share of other memory, cut by `cut`.
         """
         self._cut = cut or self._cut_of_slot
         passed = self._passed()
@@ -205,7 +205,7 @@ class NodeHolder:
             self._wire.changed()
 
     def learn(self, wire: Wire, address: bytes) -> None:
-        """The node before has perhaps registered more memory. Nothing of its is in flight."""
+        """Reconnect `wire` if the upstream node has registered more memory. No read from that node is in flight."""
         if address != self._known_wire:
             wire.connect(UPSTREAM, address, self._timeout_s)
             self._known_wire = address

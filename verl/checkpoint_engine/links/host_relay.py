@@ -1,12 +1,12 @@
-"""The part of `naive` that crosses hosts, on one trainer rank: pieces travel once to every other host.
+"""The network part of the backend `naive`, on one trainer rank: pieces travel once to every other host.
 
     host 1   owner --writes--> slot ----+
                                         | broadcast in the owner's group, slot to slot
     host 2                     relay <--+--> slot, and from there the other slots of that host
 
-A rank's own pieces are in a slot of its host when it has published, so they are sent from there: the trainer is free,
-and no second copy is held. A relay receives straight into its host's slot. Only short and strided pieces take a detour,
-at both ends, through one buffer per rank of at most a bucket.
+A published rank sends its pieces from a slot of its host, so the trainer may change its weights, and no second copy is
+needed. A relay receives into its host's slot. Only short and strided pieces pass through a buffer at both ends: one per
+rank, of at most a bucket.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .rendezvous import Deadline
 
 
 class HostRelay:
-    """Called on the thread of the sync. `stop`, set from another one, ends every wait."""
+    """One trainer rank's end. Used from the thread of the sync; another thread sets `stop` to end every wait."""
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig, stop: threading.Event) -> None:
         options = config.options_of("naive", NaiveOptions)
@@ -44,12 +44,12 @@ class HostRelay:
         self._plan: SyncPlan | None = None
 
     def prepare(self, plan: SyncPlan) -> str:
-        """The address at which the ranks meet, from rank 0; empty on the others."""
+        """Return the address of the ranks' store on rank 0, an empty string on the others."""
         self._plan = plan
         return self._groups.host_store() if self._member.index == 0 else ""
 
     def connect(self, topology: Topology) -> None:
-        """On every rank, whether or not it has anything to send or to relay. Raises TransportError."""
+        """Join the groups. Every rank calls it, even one with nothing to send or relay. Raises TransportError."""
         assert self._plan is not None  # the manager prepares every member first
         ranks = Topology(topology.trainers, (), topology.audience)
         messages = {
@@ -62,10 +62,10 @@ class HostRelay:
         self._groups.connect(ranks)
 
     def exchange(self, version: int, slots: Sequence[SlotView]) -> int:
-        """Send this rank's pieces, which are in every one of `slots`, and write into them what comes from other hosts.
+        """Send this rank's pieces to other hosts, and write the pieces that arrive into all `slots` of this host.
 
-        `slots` are those of this host, at least one. Returns the bytes written. Raises TransportError; what then
-        still arrives lands in slots that are given up.
+        This rank's pieces are in each of `slots`, of which there is at least one. Returns the bytes written. Raises
+        TransportError; bytes that still arrive then land in slots that the arena replaces.
         """
         assert self._plan is not None
         plan, messages = self._plan, self._groups.messages

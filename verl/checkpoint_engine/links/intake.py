@@ -1,4 +1,4 @@
-"""How a version comes into a node's slot: whole from its owners, by way of another node, or as what changed."""
+"""How a rollout node fills its slot: whole from the owners, through other nodes, or from deltas."""
 
 from __future__ import annotations
 
@@ -31,53 +31,53 @@ from .wires import Wires
 
 @dataclass(kw_only=True)
 class Intake:
-    """A node's end of one plan. The backend settles what arrives, in which buckets and from whom; then versions come.
+    """A node's receiving end for one plan. The backend sets owners, buckets and holder; `receive` fetches versions.
 
-    Used from the thread of the node's engine. After a failure its wires are abandoned, and it connects no more.
+    Used from the thread of the node's engine. A failure abandons its wires; `prepare` then makes another Intake.
     """
 
     node: str
-    """Its name as a member."""
+    """The member's name, as `node-0`."""
     plan: SyncPlan
     arena: NodeArena
     wires: Wires
     stop: threading.Event
-    """Set by another thread: whatever waits here ends."""
+    """Another thread sets it to end every wait."""
     most_nbytes: int
-    """Of a bucket, or of a part that nodes pass on: the same on every node."""
+    """The most bytes of a bucket, or of a part that nodes forward: the same on every node."""
     max_in_flight: int
     digests: bool
-    """Whether pieces are digested as they arrive, where that costs little."""
+    """Whether to digest pieces as they arrive."""
     owners: dict[int, OwnerAddress] = field(default_factory=dict)
-    """All that are connected, by index."""
+    """The connected owners, by index."""
     buckets: list[Bucket] = field(default_factory=list)
     bounce: UInt8s = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """Where what is scattered lands first, and stamps behind it."""
+    """Receives scattered buckets and, behind them, the owners' stamps."""
     steps: dict[tuple[int, int], list[Step]] = field(default_factory=dict)
-    """Of the buckets, where the wire copies."""
+    """The steps of the buckets, if the wire copies."""
     deltas: NodeDeltas | None = None
-    """Where the owners' deltas arrive, if there may be any."""
+    """Memory for the owners' deltas; None if the backend moves none."""
     holder: NodeHolder | None = None
-    """Where nodes pass a version on."""
+    """Set if nodes forward versions."""
 
     staging: Staging = field(default_factory=Staging, init=False)
-    """How the last version came, as far as deltas of it were offered."""
+    """How the last version was staged, if deltas were offered."""
     traffic: list[Traffic] = field(default_factory=list, init=False)
-    """Of the last version."""
+    """The traffic of the last version, one per fetch loop."""
     arrived: tuple[int, PieceDigests] | None = field(default=None, init=False)
-    """The version that was received last, with the digests of what was digested as it arrived."""
+    """The last received version, and the digests of pieces that were digested on arrival."""
 
     def messages(self, nbytes: int) -> list[Bucket]:
-        """Everything that owners have for this node, at most `nbytes` at a time."""
+        """All pieces of all owners, in buckets of at most `nbytes`."""
         return [part for owner in range(self.plan.num_owners) for part in messages_of(self.plan, owner, nbytes)]
 
     def expect(self, buckets: list[Bucket]) -> None:
-        """These are everything that arrives at this node, and have room in the bounce buffer."""
+        """Set the buckets that this node fetches from owners, and allocate the bounce buffer for them."""
         self.buckets = buckets
         self.bounce = np.zeros(align(bounce_nbytes(buckets)) + self.plan.num_owners * Stamp.NBYTES, np.uint8)
 
     def receive(self, version: int, deadline: float) -> int:
-        """Make the open slot `version`, and return how many bytes came for it. Raises TransportError.
+        """Fill the open slot with `version`; return the bytes fetched. Raises TransportError.
 
         `deadline` is in seconds of `time.monotonic`, here and below.
         """
@@ -97,7 +97,7 @@ class Intake:
         return nbytes
 
     def repair(self, version: int, pieces: Sequence[int], deadline: float) -> None:
-        """Read `pieces` from their owners, whoever they came from. Raises TransportError."""
+        """Read `pieces` again from their owners, also those that another node forwarded. Raises TransportError."""
         first = self._connected(version, "verify")
         try:
             reader = WireReader(first, self.owners, self.wires.slot(self.arena), self.bounce, version)

@@ -1,4 +1,4 @@
-"""Under which address this host is reached. For backends whose library does not find out by itself."""
+"""The address at which other hosts reach this one, for backends whose library does not choose it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def reached_at(host: str | None, interface: str | None) -> str:
-    """`host` if it is given and an address of this host, else `own_address`. Raises ConfigError, BackendUnavailable."""
+    """`host`, or `own_address` without one. Raises ConfigError if `host` is no address of this host."""
     if host is None:
         return own_address(interface)
     if not _is_here(host):
@@ -26,7 +26,7 @@ def reached_at(host: str | None, interface: str | None) -> str:
 
 
 def own_address(interface: str | None) -> str:
-    """The IPv4 address under which other hosts reach this one. Raises BackendUnavailable that lists the interfaces."""
+    """The IPv4 address of `interface`, else of the default route, else loopback. Raises BackendUnavailable."""
     if interface is None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

@@ -1,12 +1,12 @@
-"""Broadcasts by the owners of pieces, each in a process group of its own, as one member of some of them sees it.
+"""The process groups in which owners broadcast their pieces, one per owner, on one of their members.
 
-The groups are built straight over a store of their own (hosted by trainer 0, on a free port, under a name that is new
-with every `prepare`), so that nothing global of torch.distributed is touched and several engines fit into one process.
+Groups are built over their own store, which trainer 0 hosts on a free port under a new name per `prepare`. They use no
+global state of torch.distributed, so several engines fit into one process.
 
-Every transfer begins with a header broadcast in each group: version, layout and size, and whether what changed
-follows in place of the weights. Who is sent anything but the version that was asked for refuses it before a byte of
-weights lands. A group whose transfer failed is never used again,
-for what is left in its connections cannot be told apart from what comes next: the manager prepares anew.
+Every transfer begins with a header broadcast in each group: version, layout, size, and whether deltas follow instead of
+the weights. A receiver refuses another version than the requested one before a byte of weights arrives. A group
+whose transfer failed is never used again: bytes left in its connections would be read as part of the next transfer.
+The manager then prepares and connects again.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from .rendezvous import (
 )
 
 OWN_SHARE = 0.9
-"""Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
+"""A member's fraction of a phase's deadline: its error names the late member, so it must precede the manager's."""
 HEADER = struct.Struct("<qqqqq16s")
-"""Version, number of messages, bytes of weights, deltas, digest of the layout."""
+"""Version, number of messages, bytes of weights, `Leads`, digest of the layout."""
 Leads = tuple[int, int]
-"""The identity of what an owner's deltas lead from, and their bytes; 0 of both if its weights follow."""
+"""The identity of the base of an owner's deltas, and their bytes; both 0 if its weights follow."""
 
 
 class OwnerGroups:
-    """Used from one thread. `stop`, set from another one, ends every wait."""
+    """One member's groups. Used from one thread; another one sets `stop` to end every wait."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class OwnerGroups:
         stop: threading.Event,
     ) -> None:
         self.messages: dict[int, list[Bucket]] = {}
-        """What each owner whose group this member is in broadcasts, in order."""
+        """The buckets that each owner broadcasts in order, for the groups of this member."""
         self._member = member
         self._deadlines = config.deadlines
         self._options = options
@@ -78,7 +78,7 @@ class OwnerGroups:
         self._members: Members | None = None
 
     def host_store(self) -> str:
-        """Where all members meet, on this one. It listens from `connect` on. On one member, before anybody connects."""
+        """Reserve the store's port; return `host:port/name`. Called on one member, before any member's `connect`."""
         host = own_address(self._options.interface)
         try:
             self._place = MeetingPlace(host)
@@ -87,12 +87,12 @@ class OwnerGroups:
         return f"{host}:{self._place.port}/{uuid.uuid4().hex}"
 
     def expect(self, plan: SyncPlan, messages: Mapping[int, list[Bucket]]) -> None:
-        """What will be broadcast in the groups of this member."""
+        """Set the buckets of each owner in whose group this member is."""
         self._layout_digest = bytes.fromhex(plan.layout.digest)
         self.messages = dict(messages)
 
     def connect(self, topology: Topology) -> None:
-        """Every member of `topology` calls it; they meet at the first. Raises TransportError naming who is absent."""
+        """Join the groups; every member of `topology` calls it. Raises TransportError naming the absent members."""
         deadline = Deadline(self._deadlines.prepare_s * OWN_SHARE)
         inside = topology.is_on_one_host and self._options.interface is None
         with failures("listening", None, "prepare"):
@@ -174,7 +174,7 @@ class OwnerGroups:
 
     @contextmanager
     def transfer(self, version: int) -> Iterator[None]:
-        """Around everything that is broadcast for `version`. Whatever goes wrong inside, the groups are given up."""
+        """The block in which members broadcast `version`. Any error inside gives up the groups."""
         if self._members is None or self.messages.keys() - self._groups.keys():
             raise TransportError("not connected, or no longer after a failure", version=version, phase="stage")
         try:
@@ -216,9 +216,9 @@ class OwnerGroups:
         return torch.frombuffer(bytearray(HEADER.pack(*fields, self._layout_digest)), dtype=torch.uint8)
 
     def exchange_headers(self, version: int, deadline: Deadline) -> dict[int, Leads]:
-        """Send the header of this member's own group, and compare those of the others with what it expects of them.
+        """Broadcast the header in this member's own group, and compare the other owners' headers with the expected.
 
-        Returns what each owner says of its deltas. Raises TransportError if the rest differs.
+        Returns each owner's `Leads`. Raises TransportError if another field differs.
         """
         said: dict[int, Leads] = {}
         headers = {
@@ -236,7 +236,7 @@ class OwnerGroups:
         return said
 
     def wait(self, flights: Mapping[int, Flight], version: int, deadline: Deadline) -> None:
-        """Until all have landed. `flights` are by owner."""
+        """Wait until all `flights`, by owner, are done. Raises TransportTimeout naming the late owners."""
         waiting = dict(flights)
         while True:
             for owner, flight in list(waiting.items()):
@@ -261,7 +261,7 @@ class OwnerGroups:
         messages: Mapping[int, list[Bucket]],
         on_bucket: Callable[[Bucket], None] = lambda bucket: None,
     ) -> int:
-        """The `messages` of owners, all that they broadcast next, several at a time; the bytes."""
+        """Receive, or send, the `messages` that owners broadcast next, several at a time; return their bytes."""
         loop = FetchLoop(
             reader=reader,
             plan=plan,
@@ -278,7 +278,7 @@ class OwnerGroups:
 
 @dataclass
 class Broadcasts:
-    """A `RangeReader` over the owners' groups: a message is received where its range belongs."""
+    """A `RangeReader` over the owners' groups: it receives each message at the `dst_offset` of its range."""
 
     groups: OwnerGroups
     slot: torch.Tensor
@@ -299,10 +299,10 @@ class Broadcasts:
         time.sleep(min(timeout_s, POLL_S))
 
     def cancel(self, transfer: tuple[int, Flight]) -> None:
-        """A broadcast cannot be taken back: it keeps its memory, and the arena gives that slot up."""
+        """Does nothing: a broadcast cannot be cancelled. It keeps its memory, and the arena replaces that slot."""
 
 
 def bounce_for(messages: Mapping[int, Sequence[Bucket]]) -> torch.Tensor:
-    """Memory for the largest of `messages` that does not go straight to the slot."""
+    """Memory for the largest scattered bucket of `messages`."""
     sizes = (bucket.ranges[0].nbytes for buckets in messages.values() for bucket in buckets if bucket.scatter)
     return torch.zeros(max(sizes, default=0), dtype=torch.uint8)

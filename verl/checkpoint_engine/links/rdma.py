@@ -1,4 +1,4 @@
-"""Which RDMA devices the P2P stores of this host use, and which one belongs to a rank. No torch, no verbs library."""
+"""Choose the RDMA devices of this host for P2P stores, and the one of each rank. No torch, no verbs library."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 INFINIBAND = Path("/sys/class/infiniband")
 MAX_DEVICES = 32
-"""NCCL uses no more."""
+"""The most devices that NCCL uses."""
 
 
 def list_ib_devices(present_in: Path = INFINIBAND) -> list[str]:
-    """The RDMA devices of this host: `mlx5_2` before `mlx5_10`. Empty where the kernel has none."""
+    """The RDMA devices of this host, `mlx5_2` before `mlx5_10`; empty if it has none."""
     return sorted((path.name for path in present_in.glob("*")), key=_by_number)
 
 
 def parse_nccl_ib_hca(value: str, available: list[str]) -> list[str]:
     """The devices of `available`, in its order, that `NCCL_IB_HCA=value` selects; at most 32, perhaps none.
 
-    `mlx5` selects by prefix, `=mlx5_0,mlx5_1` by exact name; `^mlx5_3` and `^=mlx5_3` exclude instead. What follows a
-    colon (ports) is ignored, and so are blanks and empty items. A blank value selects all.
+    `mlx5` selects by prefix, `=mlx5_0,mlx5_1` by exact name; `^mlx5_3` and `^=mlx5_3` exclude instead. Ports after a
+    colon, blanks and empty items are ignored. A blank value selects all.
     """
     rule = value.strip()
     excluding = rule.startswith("^")
@@ -50,9 +50,9 @@ def parse_nccl_ib_hca(value: str, available: list[str]) -> list[str]:
 
 
 def get_rdma_devices(present_in: Path = INFINIBAND) -> list[str]:
-    """The devices to use on this host: `PS_P2P_STORE_RDMA_DEVICES` as it stands, else what `NCCL_IB_HCA` selects.
+    """The devices to use on this host: those of `PS_P2P_STORE_RDMA_DEVICES`, else those that `NCCL_IB_HCA` selects.
 
-    If that selects none, or neither is set: all that the host has.
+    If neither is set, or none is selected: all devices of the host.
     """
     if chosen := [name for item in envs.ps_p2p_store_rdma_devices().split(",") if (name := item.strip())]:
         return chosen
@@ -82,7 +82,7 @@ def get_my_rdma_device(local_rank: int, device_count: int, devices: Sequence[str
 
 
 def require_devices(wanted: Sequence[str], present: Sequence[str], backend: str, option: str) -> None:
-    """Raises ConfigError if one of `wanted` is not `present`, or nothing is. `option`: that of the protocol."""
+    """Raises ConfigError if a device of `wanted` is not `present`, or the host has none. `option` sets the protocol."""
     if (missing := [name for name in wanted if name not in present]) or not present:
         raise ConfigError(
             f"checkpoint_engine.engine_kwargs.{backend}: no RDMA device {', '.join(missing) or 'at all'} on "
@@ -95,7 +95,7 @@ def choose_wire(
 ) -> tuple[str, str]:
     """(protocol, RDMA device of `local_rank`) for a P2P store; `("tcp", "")` without RDMA.
 
-    `protocol`: `tcp`, `rdma`, or None for RDMA where the host has devices. Raises ConfigError that says what to set.
+    `protocol`: `tcp`, `rdma`, or None for RDMA if the host has devices. Raises ConfigError with the remedy.
     """
     if protocol not in (None, "tcp", "rdma"):
         raise ConfigError(f"the P2P store's protocol must be tcp or rdma, not {protocol!r}")

@@ -1,4 +1,4 @@
-"""How the members of a collective find each other, and how each knows, while it waits, who is still there."""
+"""The store at which members of a collective meet, and the entries by which each knows that the others are alive."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..support.admission import Doorkeeper, opening
 from .network import LOOPBACK
 
 POLL_S = 0.001
-"""A bucket takes ten times as long, and the next one is under way meanwhile."""
+"""The pause between polls: a bucket takes ten times as long, and the next one is under way meanwhile."""
 PULSE_S = 0.2
 PORT_ATTEMPTS = 16
 QUIET_S = 5 * PULSE_S
-"""A member that was not heard for so long is named when a deadline has passed."""
+"""When a deadline has passed, the error names members without a sign of life for this long."""
 
 
 class MeetingPlace:
-    """Where members meet: a torch store, which asks nobody for a password, so only their hosts reach it.
+    """The port of a torch store. The store has no password, so only the members' hosts may connect.
 
-    A port is taken before it is known whether all of them are on one host, and listened at after that.
+    The port is bound before the host knows whether all members are on it; `open` then listens at one address.
     """
 
     def __init__(self, host: str) -> None:
@@ -51,7 +51,7 @@ class MeetingPlace:
         return taken
 
     def open(self, host: str, doors: Doorkeeper, timeout_s: float) -> TCPStore:
-        """Begin to listen, at `host` alone: the address, or `LOOPBACK`. Once."""
+        """Listen at `host` alone: the address of the constructor, or `LOOPBACK`. Call it once."""
         sock = self._sockets.pop(host)
         self.close()
         return listening_store(sock, doors, timeout_s)
@@ -65,9 +65,9 @@ class MeetingPlace:
 def listening_store(
     sock: socket.socket, doors: Doorkeeper, timeout_s: float, *, port_is_shared: bool = False
 ) -> TCPStore:
-    """A store that listens at `sock`, which is bound and becomes the store's. torch's own listens on all interfaces.
+    """A store that listens at `sock`, a bound socket that it owns from now on. By default torch's listens everywhere.
 
-    `port_is_shared`: further stores that this process opens at the port are this one.
+    `port_is_shared`: further stores that this process opens at the port share this one.
     """
     host, port, *_ = sock.getsockname()
     if ipaddress.ip_address(host).is_unspecified:
@@ -86,22 +86,22 @@ def listening_store(
 
 
 class Members:
-    """Who is there. In a collective a member that stops looks, to each of the others, like another one's fault.
+    """The liveness of a collective's members: if one stops, each of the others would blame its own neighbour.
 
-    Every member keeps changing its entry in the store for as long as it takes part in a stage, on a thread of its own,
-    and watches the others do so. That thread alone talks to the store: it may hang when the store's host does.
+    During a stage a thread of every member keeps changing its entry in the store, and watches the others' entries. Only
+    that thread uses the store, because it hangs if the store's host does.
     """
 
     def __init__(self, name: str, names: Sequence[str]) -> None:
         self._name, self._names = name, list(names)
         self._seen: dict[str, tuple[bytes, float]] = {}
-        """Each member's last entry, and when it was new."""
+        """Each member's last entry, and the time at which it changed."""
         self._answered = time.monotonic()
         self._stage = 0
         self.store: Store
 
     def join(self, server: TCPStore | None, address: str, deadline: Deadline, stop: threading.Event) -> None:
-        """Connect to the store and wait until everybody has, so that making groups waits for nobody."""
+        """Connect to the store and wait until every member has. Raises TransportTimeout naming the absent ones."""
         place, _, epoch = address.partition("/")
         host, _, port = place.rpartition(":")
         timeout = timedelta(seconds=deadline.timeout_s)
@@ -153,7 +153,7 @@ class Members:
             self.store.set(self._name, f"left {stage}")
 
     def missing(self) -> str:
-        """`; no sign of life from node-1`, for messages; empty if all are there."""
+        """Names the silent members, for messages: `; no sign of life from node-1`. Empty if all are alive."""
         now = time.monotonic()
         left = f"left {self._stage}".encode()
         quiet = [name for name, (entry, at) in self._seen.items() if entry != left and now - at > QUIET_S]
@@ -181,7 +181,7 @@ class Deadline:
 
 @contextmanager
 def failures(what: str, version: int | None, phase: str = "stage") -> Iterator[None]:
-    """torch raises RuntimeErrors of many kinds; here they become ours, saying what was under way."""
+    """In this block, a RuntimeError of torch becomes a TransportError that names `what` was under way."""
     try:
         yield
     except CheckpointEngineError:

@@ -1,9 +1,9 @@
-"""The stamp of a trainer rank's region identifies its content for nodes that read at any time. It lies next to the
-region, never inside it.
+"""The stamp of a trainer rank's region identifies its content for nodes, which may read at any time. It lies next to
+the region, never inside it.
 
-It has the owner's incarnation (a process that took over an address is not the owner), the number of the publication
-and the version. If the stamps before and after a read are equal, and of the requested version, every byte in between
-belongs to it. Digests then check the content.
+It has the owner's incarnation (another process may have taken over the address), the number of the publication and the
+version. If the stamps before and after a read are equal and of the requested version, every byte read belongs to that
+version. Digests then check the content.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .fetch import STOPPED_S
 from .wire import OwnerAddress, UInt8s, Wire, WireReader
 
 Stamps = npt.NDArray[np.int64]
-"""[owners, `Stamp.WORDS`], in the order of the reader's owners."""
+"""Stamps of all owners: [owners, `Stamp.WORDS`], in the order of the reader's owners."""
 
 
 class Stamp:
     """[incarnation, publication, version, base, bytes of the deltas] of an owner's region, in a page of its own.
 
-    Deltas lead from the base, as `identity_of` names it, to what the region holds; 0 bytes: there are none.
+    Deltas lead from the base, named by `identity_of`, to the version in the region; 0 bytes: no deltas.
     """
 
     WRITING = -(2**63)
@@ -50,7 +50,7 @@ class Stamp:
         return int(self._words[0])
 
     def begin(self) -> None:
-        """The region is about to change."""
+        """Mark the region as changing, before it does."""
         self._words[2] = self.WRITING
         self._words[1] += 1
 
@@ -60,7 +60,7 @@ class Stamp:
 
 
 def read_stamps(reader: WireReader, target: UInt8s, deadline: float, raise_if_stopped: Callable[[int], None]) -> Stamps:
-    """Of all owners of `reader`, by way of `target`, registered memory with room for them.
+    """Read the stamps of all owners of `reader` into `target`, registered memory with room for them.
 
     Raises TransportError naming an owner whose region does not hold the reader's version; TransportTimeout at
     `deadline`, in seconds of `time.monotonic`.
@@ -85,7 +85,7 @@ def read_stamps(reader: WireReader, target: UInt8s, deadline: float, raise_if_st
 
 
 def raise_if_changed(reader: WireReader, before: Stamps, after: Stamps) -> None:
-    """Raises TransportError naming an owner that published between the two readings."""
+    """Raises TransportError naming an owner that published between the two reads of its stamp."""
     for owner, changed in zip(reader.owners, (before != after).any(axis=1).tolist(), strict=True):
         if changed:
             raise reader.located(TransportError("it published again while it was read"), owner)
@@ -98,10 +98,10 @@ def _what_is_there(same_owner: bool, version: int) -> str:
 
 
 class Exposed:
-    """Registered with a wire once. Nodes may read until that is closed, so it lives longer."""
+    """An owner's region, stamp and deltas, registered once with a wire. It must outlive it: nodes read at any time."""
 
     def __init__(self, plan: SyncPlan, owner: int, wire: Wire, *, with_deltas: bool) -> None:
-        """The pieces of `owner`; `with_deltas`: also room for what changes from one version to the next."""
+        """Allocate and register memory for the pieces of `owner`, and for its deltas if `with_deltas`."""
         self.region = PackedRegion(plan, owner)
         self.stamp = Stamp()
         wire.register(self.region.bytes.numpy())
@@ -119,7 +119,7 @@ class Exposed:
         )
 
     def publish(self, version: int, source: WeightSource, request: DeltaRequest | None) -> Publication:
-        """Copy the pieces from `source`, and write down what changed if `request` says so and it pays."""
+        """Copy the pieces from `source`. Also write deltas if `request` allows them and they are faster."""
         self.stamp.begin()
         if self._deltas is None:
             publication = publish(source, self.region)

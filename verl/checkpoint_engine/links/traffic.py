@@ -1,4 +1,4 @@
-"""How much a member reads from whom, and for how long."""
+"""The bytes that a member reads from each peer, and the time that this takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..plan.member_report import BUSIEST_OF_NODE, Link, busiest
 
 
 class Traffic:
-    """Of one loop that fetches. A peer is busy while at least one transfer from it is under way. Used by one thread."""
+    """Bytes and busy seconds per peer, in one fetch loop and thread. A peer is busy while a transfer from it runs."""
 
     def __init__(self) -> None:
         self.nbytes: dict[int, int] = {}
@@ -23,7 +23,7 @@ class Traffic:
         self._flying[peer] = self._flying.get(peer, 0) + 1
 
     def end(self, peer: int, nbytes: int) -> None:
-        """One of the transfers has landed."""
+        """Count a transfer of `nbytes` from `peer` that has arrived."""
         self.nbytes[peer] = self.nbytes.get(peer, 0) + nbytes
         self._flying[peer] -= 1
         if not self._flying[peer]:
@@ -31,7 +31,7 @@ class Traffic:
 
 
 def links_of(member: str, loops: Iterable[Traffic], name_of: Callable[[int], str]) -> tuple[Link, ...]:
-    """What `member` read from those that kept it busy longest. Loops run side by side: the longest time counts."""
+    """The busiest links of `member`. Loops run in parallel, so a link's time is the longest of any loop."""
     nbytes: dict[int, int] = {}
     seconds: dict[int, float] = {}
     for loop in loops:

@@ -1,6 +1,6 @@
-"""UCX, below NIXL: its options for transports and devices, and its complaints if it cannot use them.
+"""UCX, the library below NIXL: its options for transports and devices, and its errors if it cannot use them.
 
-It reads options from the environment only, so they are set there while a context is made. Variables of the user have
+UCX reads options only from the environment, so they are set there while a context is created. The user's variables have
 precedence (https://openucx.readthedocs.io/en/master/faq.html).
 """
 
@@ -31,7 +31,7 @@ _changing = threading.Lock()
 
 @contextmanager
 def environment(tls: str | None, net_devices: str | None) -> Iterator[None]:
-    """In this block, UCX contexts use the transports `tls` and the devices `net_devices`; None: those it chooses."""
+    """In this block, UCX contexts use the transports `tls` and the devices `net_devices`. None: UCX chooses."""
     with _changing:
         added = _additions(tls, net_devices, log_level="fatal")
         os.environ.update(added)
@@ -55,16 +55,16 @@ def _additions(tls: str | None, net_devices: str | None, *, log_level: str) -> d
 
 
 def asked_for(tls: str | None, net_devices: str | None) -> dict[str, str]:
-    """The variables that choose transports and devices: those of the environment, else the options."""
+    """The variables UCX_TLS and UCX_NET_DEVICES: values of the environment, else of the options."""
     options = {TLS: tls, NET_DEVICES: net_devices}
     chosen = {name: os.environ.get(name, option) for name, option in options.items()}
     return {name: value for name, value in chosen.items() if value is not None}
 
 
 def complaints(tls: str | None, net_devices: str | None, error_handling: str) -> list[str]:
-    """What UCX says of these options on this host if it cannot use them, or if one of the devices is not there.
+    """UCX's errors on this host for these options: if it cannot start with them, or lacks one of the devices.
 
-    UCX is started for that, in a process of its own: it writes its log where the whole process does.
+    UCX is started in a process of its own, because it logs to the output of its process.
     """
     with _changing:
         variables = {**os.environ, **_additions(tls, net_devices, log_level="warn")}

@@ -1,4 +1,4 @@
-"""What a node that passes a version on shows to the next, and how that one reads from owners and from it at once."""
+"""The page that a forwarding node shows to the next, and the reader that reads from owners and that node at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .wire import UInt8s, Wire, WireReader
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """What a node's `Member.address` holds if nodes pass a version on, as JSON."""
+    """The content of a node's `Member.address` if nodes forward, as JSON."""
 
     wire: bytes
     page: int
@@ -31,10 +31,10 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Page:
-    """[publication, address of the slot, bytes of the wire's address], the wire's address, one byte per part, [whom the
-    node waits for].
+    """[publication, address of the slot, bytes of the wire's address], the wire's address, one byte per part, [code of
+    the member that the node waits for].
 
-    A wire's address may change when memory is registered, so it travels in the page, too.
+    The page has the wire's address, because that may change when memory is registered.
     """
 
     HEADER = 24
@@ -42,7 +42,7 @@ class Page:
     PARTS = HEADER + MAX_ADDRESS
     WORD = 8
     EMPTY = 0
-    """No publication, and nobody who is waited for."""
+    """No publication; as a code: the node waits for no member."""
 
     def __init__(self, num_parts: int) -> None:
         self.bytes: UInt8s = np.zeros(self.PARTS + align(num_parts) + self.WORD, np.uint8)
@@ -57,7 +57,7 @@ class Page:
 
     @property
     def awaited(self) -> Int64s:
-        """One word: 1 + index of a trainer rank, -(1 + index) of a node, or `EMPTY`."""
+        """One word, the code of a member: 1 + index of a trainer rank, -(1 + index) of a node, or `EMPTY`."""
         return self.bytes[-self.WORD :].view(np.int64)
 
     @property
@@ -75,20 +75,20 @@ class Page:
 
 
 def publication_of(stamps: Int64s) -> int:
-    """A number other than `Page.EMPTY` that is equal exactly where the stamps of all owners are."""
+    """A digest of the stamps of all owners, never `Page.EMPTY`: two nodes with the same one read the same bytes."""
     return (xxhash.xxh3_64_intdigest(stamps.tobytes()) >> 1) | 1
 
 
 LOOK_S = 0.001
-"""Between two looks at the page of the node before, if the wire does not tell."""
+"""The pause between reads of the upstream node's page, if the wire does not `tell`."""
 
 
 @dataclass
 class UpstreamReader:
-    """The `RangeReader` of one publication from owners and from the node before."""
+    """The `RangeReader` of one publication from owners and from the upstream node."""
 
     learn: Callable[[Wire, bytes], None]
-    """Told of the address that the page shows, which may be a new one."""
+    """Called with the wire and the address in the page, which may have changed."""
     owners: WireReader
     member: Member
     endpoint: Endpoint
@@ -96,7 +96,7 @@ class UpstreamReader:
     publication: int
     _slot_address: int | None = None
     _look: Any = None
-    """The page, on its way."""
+    """The read of the page that is under way."""
     _next_look_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -122,16 +122,16 @@ class UpstreamReader:
         self.owners.wait(timeout_s)
 
     def cancel(self, transfer: tuple[int, Any]) -> None:
-        """The engine closes the wire after every failure; that ends this transfer with all others."""
+        """Does nothing: after a failure the engine abandons the wire and with it all transfers."""
 
     def there(self) -> UInt8s:
-        """Of each part, not 0 if the node before holds it, as far as this one knows; looks again at times."""
+        """One byte per part: not 0 if the upstream node holds it, by the last page read. Starts a new read if due."""
         with self._located():
             self._learn()
         return self.copy.parts if self._slot_address is not None else self._nothing
 
     def blamed(self, owner: int) -> int:
-        """Who keeps `owner` from delivering, as far as its page says; as `Page.awaited` has it."""
+        """The member that `owner` waits for, by its page, or `owner` itself; as a code of `Page.awaited`."""
         if owner != UPSTREAM:
             return 1 + owner
         if self._slot_address is not None and self.copy.awaited[0] != Page.EMPTY:
@@ -139,7 +139,7 @@ class UpstreamReader:
         return -(1 + self.member.index)
 
     def check(self, deadline: float) -> None:
-        """Raise TransportError if the node before does not hold the publication any more."""
+        """Raises TransportError if the upstream node does not hold the publication any more."""
         with self._located():
             handle = self._wire.read(*self._span(0, Page.HEADER))
             while not (is_done := self._wire.is_done(handle)) and time.monotonic() < deadline:
@@ -191,5 +191,5 @@ class UpstreamReader:
 
 
 def name_of(code: int) -> str:
-    """Of the member that `Page.awaited` means."""
+    """The name of the member with this code of `Page.awaited`."""
     return f"trainer-{code - 1}" if code > 0 else f"node-{-code - 1}"

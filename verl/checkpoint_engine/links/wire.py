@@ -1,4 +1,4 @@
-"""What a node reads through: an endpoint in a transport library, what owners expose to it, a reader of one version."""
+"""The interface of wires: an endpoint in a transport library, an owner's address, and the reader of one version."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from ..support.admission import Admission
 
 UInt8s = npt.NDArray[np.uint8]
 LOOK_S = 0.0002
-"""Between two looks at a transfer of a library that does not tell."""
+"""The pause between polls of a transfer, if the library does not notify."""
 
 
 class Wire(ABC):
     """One member's endpoint in a transport library. Used by one thread at a time; raises TransportError."""
 
     copies: bool = False
-    """A read is a copy by the thread that asks for it, which has the bytes in its cache then."""
+    """The calling thread copies the bytes of a read, so its core's cache holds them then."""
 
     keeps: bool = True
-    """Registering takes so long that memory which comes again stays registered. Else it is only while it is read."""
+    """Registering is slow, so slots stay registered between versions. Otherwise they are registered per transfer."""
 
     tells: bool = False
-    """A `watch` is answered when the bytes have changed. Otherwise it is a read, and who watches asks again."""
+    """A `watch` ends when the bytes have changed. Otherwise it is a plain read, to be repeated."""
 
     def admit(self, admission: Admission) -> None:  # noqa: B027 - many have nothing to listen on
-        """Change who may connect, from now on."""
+        """Set the peers that may connect from now on."""
 
     @abstractmethod
     def register(self, memory: UInt8s) -> None:
-        """Let `memory` be read by peers and be the target of reads. It must live until `deregister` or `close`."""
+        """Let peers read `memory`, and reads target it. It must live until `deregister` or `close`."""
 
     @abstractmethod
     def deregister(self, memory: UInt8s) -> None:
-        """Nothing may be in flight to or from `memory`."""
+        """Undo `register`. No transfer to or from `memory` may be in flight."""
 
     @abstractmethod
     def address(self) -> bytes:
-        """What peers need to reach the memory that is registered now."""
+        """The address through which peers reach the memory that is registered now."""
 
     @abstractmethod
     def connect(self, owner: int, address: bytes, timeout_s: float) -> None:
-        """Make `owner` readable."""
+        """Connect to `owner`, so that `read` can read its memory."""
 
     @abstractmethod
     def read(self, owner: int, source: int, target: int, nbytes: int) -> Any:
@@ -61,26 +61,26 @@ class Wire(ABC):
 
     @abstractmethod
     def is_done(self, transfer: Any) -> bool:
-        """Whether every byte has arrived. Called until it is true, and then never again."""
+        """Whether every byte has arrived. Not called again after it has returned true."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when some transfer may be done, or after `timeout_s`; perhaps earlier."""
+        """Return when some transfer may be done, after `timeout_s`, or earlier."""
         time.sleep(min(timeout_s, LOOK_S))
 
     def watch(self, owner: int, source: int, target: int, nbytes: int) -> Any:
-        """`read` a few bytes that change at their owner; `target` has the value that was read last."""
+        """`read` a few bytes that the owner changes; `target` holds the last value read."""
         return self.read(owner, source, target, nbytes)
 
     def changed(self) -> None:  # noqa: B027 - most are asked again
-        """Notify peers that `watch` registered memory of this member of a change."""
+        """Notify the peers that `watch` memory of this member that it has changed."""
 
     def is_idle(self) -> bool:
-        """Whether `close` would interrupt no read at the owners; for libraries in which that does harm."""
+        """Whether `close` interrupts no read; in some libraries an interrupted read harms the owner."""
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """End everything. No registered memory is touched after this returns; until then the wire keeps it alive."""
+        """End all transfers. The wire keeps registered memory alive until this returns, and does not touch it later."""
 
 
 class OwnerAddress(msgspec.Struct, frozen=True):
@@ -89,12 +89,12 @@ class OwnerAddress(msgspec.Struct, frozen=True):
     wire: bytes
     incarnation: int
     region: int
-    """Where its packed region begins in its process."""
+    """The address of its packed region in its process; `stamp` likewise."""
     stamp: int
     device: str = ""
-    """The network device behind it, where that is known: ranks of one host may share it."""
+    """Its network device, if known: ranks of one host may share one."""
     deltas: int = 0
-    """Where its deltas begin in its process; 0: it makes none."""
+    """The address of its deltas in its process; 0: it makes none."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class WireReader:
         self.wire.wait(timeout_s)
 
     def cancel(self, transfer: _Transfer) -> None:
-        """The engine closes the wire after every failure; that ends this transfer with all others."""
+        """Does nothing: after a failure the engine abandons the wire and with it all transfers."""
 
     def located(self, error: TransportError, owner: int) -> TransportError:
         return TransportError(error.message, version=self.version, phase="stage", member=f"trainer-{owner}")

@@ -1,4 +1,4 @@
-"""The wires of one member, what is registered with all of them, and those that were given up with reads in flight."""
+"""The wires of one member, the memory registered with all of them, and the wires abandoned with reads in flight."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .wire import LOOK_S, UInt8s, Wire
 
 
 class Wires:
-    """The first one reads whatever one thread reads; the others are for threads that read beside it."""
+    """The first wire serves the node's engine thread; the others serve threads that read beside it."""
 
     def __init__(self) -> None:
         self.open: list[Wire] = []
         self.slots: dict[str, UInt8s] = {}
-        """Files of the arena that are registered, by name."""
+        """Registered slot files of the arena, by file name."""
         self._abandoned: list[Wire] = []
-        """With reads in flight that nobody waits for. What arrives goes to memory that is theirs alone."""
+        """Wires with reads in flight after a failure. Their bytes arrive in memory that nothing else uses."""
 
     @property
     def first(self) -> Wire | None:
@@ -32,7 +32,7 @@ class Wires:
             wire.connect(owner, address, timeout_s)
 
     def slot(self, arena: NodeArena) -> UInt8s:
-        """The open slot, registered once per slot file. Files that were replaced are let go."""
+        """The memory of the open slot, registered once per slot file. Deregisters files that the arena replaced."""
         view = arena.writable_view()
         self.deregister_slots({path for path in self.slots if (arena.directory / path).exists()})
         if view.path.name not in self.slots:
@@ -48,19 +48,19 @@ class Wires:
                 wire.deregister(gone)
 
     def abandon(self) -> None:
-        """The arena replaces a slot that failed, so a late write of an abandoned wire meets no slot in use."""
+        """Stop using all wires. The arena replaces the slot, so their late writes reach no slot in use."""
         self._abandoned += self.open
         self.open.clear()
         self.slots.clear()
 
     def close_abandoned(self) -> None:
-        """Those that would break nothing off."""
+        """Close the abandoned wires that are idle."""
         for wire in [wire for wire in self._abandoned if wire.is_idle()]:
             self._abandoned.remove(wire)
             wire.close()
 
     def close(self, patience_s: float) -> None:
-        """All, those in use after `patience_s`."""
+        """Close all wires; those that are not idle after `patience_s`."""
         self.abandon()
         deadline = time.monotonic() + patience_s
         while self._abandoned and time.monotonic() < deadline:

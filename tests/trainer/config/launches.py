@@ -714,12 +714,7 @@ LAUNCHES = (
         f"{GRPO} +data.mm_processor_kwargs.fps=2",
         refused="models read text and pictures here",
     ),
-    Launch(
-        "a part of a model that sees",
-        "hybrid",
-        f"{GRPO} {A}.freeze_vision_tower=True",
-        refused="models read text and pictures here",
-    ),
+    Launch("a frozen tower", "hybrid", f"{GRPO} {A}.freeze_vision_tower=True", said="batch:"),
     Launch(
         "many keys of an engine that is not here",
         "hybrid",

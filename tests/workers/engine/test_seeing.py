@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from tests.checkpoint_engine.fakes import Fleet
 from tests.pictures import in_bytes, noise, row, write
 from tests.workers.engine.engine_cases import (
     LEARNING_RATE,
@@ -44,6 +45,7 @@ from verl.workers.rollout.records import SamplingOptions
 
 NUM_PROMPT, NUM_RESPONSE = 80, 6
 TEMPERATURE = 0.7
+FROZEN, RECOMPUTED = {"freeze_vision_tower": True}, {"enable_gradient_checkpointing": True}
 SINGLE = MicroBatchLimits(max_sequences=1)
 SMALL = MicroBatchLimits(max_tokens=150)
 WHOLE = MicroBatchLimits(max_sequences=100)
@@ -139,9 +141,12 @@ def train(path: Path, data: DataProto, limits: MicroBatchLimits, options: dict[s
     return metrics, before, held_parts(engine), with_moments
 
 
-def one_step_alone(directory: Path, data: DataProto) -> tuple[float, float, dict[str, torch.Tensor], list[str]]:
+def one_step_alone(
+    directory: Path, data: DataProto, *, frozen: bool = False
+) -> tuple[float, float, dict[str, torch.Tensor], list[str]]:
     """Loss, gradient norm, parameters after it, and names of those that the optimizer has moved."""
     model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    model.model.visual.requires_grad_(not frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.01)
     log_prob, entropy = alone(model, directory, data)
     loss, _ = weighted_loss(log_prob, entropy, data, LossTotals.of(data.batch["response_mask"]))
@@ -181,15 +186,19 @@ def test_log_probs_equal_those_of_transformers_alone(
     [
         pytest.param(1, WHOLE, {}, id="one rank, all together"),
         pytest.param(4, SINGLE, {}, id="four ranks, of which one sees nothing"),
-        pytest.param(2, SMALL, {"model": {"enable_gradient_checkpointing": True}}, id="recomputed"),
+        pytest.param(2, SMALL, {"model": RECOMPUTED}, id="recomputed"),
         pytest.param(4, SMALL, {"strategy": "fsdp"}, id="fsdp1: four ranks"),
+        pytest.param(4, SINGLE, {"model": FROZEN}, id="a frozen tower"),
+        pytest.param(2, SMALL, {"model": FROZEN | RECOMPUTED}, id="a frozen tower, recomputed"),
+        pytest.param(2, SMALL, {"model": FROZEN, "strategy": "fsdp"}, id="fsdp1: a frozen tower"),
     ],
 )
 def test_a_step_equals_that_of_transformers_alone(
     ranks: Any, model: Path, tmp_path: Path, world_size: int, limits: MicroBatchLimits, options: dict[str, Any]
 ) -> None:
     data = batch_of(model, tmp_path)
-    loss, norm, after, moved = one_step_alone(model, data)
+    frozen = "freeze_vision_tower" in options.get("model", {})
+    loss, norm, after, moved = one_step_alone(model, data, frozen=frozen)
     results = ranks.run(train, world_size, model, data, limits, options)
     saved = load_file(model / "model.safetensors")
     started = assemble([parts for _, parts, _, _ in results])
@@ -208,6 +217,22 @@ def test_a_step_equals_that_of_transformers_alone(
         difference = (parameter.detach() - after[name]).abs()
         assert difference.max() < 0.05 * LEARNING_RATE, name
         assert difference.mean() < 1e-3 * LEARNING_RATE, name
+
+
+async def test_a_frozen_tower_is_sent_with_the_first_version_alone(ranks: Any, one_model: Path, tmp_path: Path) -> None:
+    data = batch_of(one_model, tmp_path)
+    ((_, before, after, _),) = ranks.run(train, 1, one_model, data, WHOLE, {"model": FROZEN})
+    first, second = assemble([before]), assemble([after])
+    tower = [name for name in first if name.startswith("visual.")]
+    assert len(tower) > 20
+    async with Fleet(first, tmp_path, backend="tcp", delta="always", block_kilobytes=4) as fleet:
+        await fleet.manager.update_weights(0)
+        fleet.set_weights(second)
+        delta = (await fleet.manager.update_weights(1)).delta
+    assert delta is not None
+    assert delta.tensors_unchanged == len(tower)
+    of_text = sum(values.nbytes for name, values in second.items() if name not in tower)
+    assert delta.nbytes_delta + delta.pieces_whole * 4096 < of_text * 1.1
 
 
 def _in_model(whole: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -59,6 +59,9 @@ class HFModelConfig:
         True,
         "compare what trainer ranks hold after their start with the model's files, and buffers with transformers'",
     )
+    freeze_vision_tower: bool = option(
+        False, "train a model that sees without its vision tower, which deltas then send once"
+    )
     use_remove_padding: bool = option(
         False,
         "compute no padding: sequences share a row (fsdp and fsdp2, models that keep them apart there); null: where "

@@ -13,8 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from verl.utils.pictures import Picture, PictureProcessor
+
+
+def vision_tower(model: PreTrainedModel) -> nn.Module:
+    """Of a model that sees: what makes states of patches, with all that transformers counts as part of it."""
+    tower: nn.Module = model.get_encoder(modality="image")
+    assert tower is not model  # which transformers returns of a model without one
+    return tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ RULES: dict[str, Rule] = {
     "model_engine": Moved(to=(f"{ACTOR}.strategy", "critic.strategy"), convert=engine_of),
     f"{ACTOR}.model_engine": Moved(to=(f"{ACTOR}.strategy", "critic.strategy"), convert=engine_of),
     f"{ACTOR}.fsdp_config.strategy": Moved(to=(f"{ACTOR}.strategy",), convert=fsdp_strategy),
+    f"{ACTOR}.freeze_vision_tower": Moved(to=(f"{POLICY}.model.freeze_vision_tower",)),
     f"{REF}.fsdp_config.strategy": NoEffect(
         why="the reference policy has the actor's engine", only=same_family, otherwise="it has the actor's engine"
     ),
@@ -303,6 +304,5 @@ RULES: dict[str, Rule] = {
     ),
     "data.image_patch_size": NoEffect(why="there are no pictures", only=one_of(14), otherwise=NO_PICTURES),
     "data.mm_processor_kwargs.*": Refused(why=NO_PICTURES),
-    f"{ACTOR}.freeze_vision_tower": off(NO_PICTURES),
     f"{ROLLOUT}.multi_turn.*": Refused(why=f"the nearest are the other keys of {ROLLOUT}.multi_turn"),
 }

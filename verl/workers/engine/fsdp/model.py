@@ -45,6 +45,7 @@ from verl.workers.hf.precision import (
     require_precision,
 )
 from verl.workers.hf.probing import Finding, Way, find_way
+from verl.workers.hf.seeing import vision_tower
 from verl.workers.hf.splitting import attend_by_heads
 from verl.workers.hf.values import register_value_head
 from verl.workers.hf.wrapped import conversion_between
@@ -127,6 +128,8 @@ def build_model(
             model = _make(head, hf_config, model_config, dtype)
         if not trainable:  # what the class itself freezes stays as it is
             model.requires_grad_(False)
+        elif model_config.freeze_vision_tower and sees(whole_config):
+            vision_tower(model).requires_grad_(False)
         conversion = conversion_between(model, whole_config, checkpoint.shapes, may_lack=head.new)
         nowhere = (*conversion.unexpected, *conversion.aside)
         require_trainable(whole_config, f"model.path={model_config.path}", beside_model=nowhere)

@@ -1,1 +1,1 @@
-"""Where bytes lie: arenas of rollout nodes, packed regions of trainer ranks, and their digests."""
+"""Memory of members: arenas of rollout nodes, packed regions of trainer ranks, their digests and deltas."""

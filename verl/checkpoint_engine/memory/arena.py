@@ -9,8 +9,8 @@
 The owner (one process per rollout node) creates the arena and decides which slot is current. Trainer ranks of the same
 host write into the spare slot; engines map the current one read-only. Control state never shares bytes with weights.
 
-A slot file is replaced, not reused, when somebody who should be gone may still hold it: a trainer that was given up on
-but wakes up later, a reader that hangs. What it then writes or reads is an orphan, not the next version.
+A slot file is replaced, not reused, if a process outside the sync may still map it: a trainer that missed its deadline
+and writes later, a reader that hangs. It then writes to, or reads from, the old file, never the next version.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Slot:
 
 
 class NodeArena:
-    """The owner's side. One per rollout node, used from one thread at a time.
+    """An arena as its rollout node owns it. One per node, used from one thread at a time.
 
     Use as a context manager, or call `close`; a janitor process removes the directory if the owner is killed.
     """
@@ -66,7 +66,7 @@ class NodeArena:
     def __init__(self, directory: Path, layout: Layout, slots: list[_Slot], lock_fd: int, janitor: Janitor) -> None:
         self.directory = directory
         self.layout = layout
-        """Of the versions to come. Another one may be set between two of them: what is committed stays as it is."""
+        """The layout of later versions. It may be set between two versions: the committed one keeps its own."""
         self._slots = slots
         self._current: _Slot | None = None
         self._writing: _Slot | None = None
@@ -109,7 +109,7 @@ class NodeArena:
 
     @property
     def version(self) -> int | None:
-        """The committed version."""
+        """The committed version; None if there is none."""
         return self._current.version if self._current else None
 
     @property
@@ -120,13 +120,13 @@ class NodeArena:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory that the arena occupies."""
+        """Bytes of shared memory of all slots."""
         return sum(slot.layout.nbytes for slot in self._slots)
 
     def begin(self, version: int) -> Path:
         """Open the spare slot for `version` and return its path for the writers.
 
-        The slot loses its previous version. With one slot that is the committed one: until `commit` there is none.
+        The slot loses its previous version. With one slot that is the committed version: none is until `commit`.
         """
         if self._writing is not None:
             self.drop()
@@ -145,9 +145,9 @@ class NodeArena:
         return slot.path
 
     def base(self) -> tuple[Manifest, SlotView] | None:
-        """The version that was committed last, as long as it is whole: the base of a delta.
+        """The last committed version, the base of a delta; None if it is not whole any more.
 
-        With a single slot it is in the slot that `begin` opened, until that is written.
+        With a single slot it is in the slot that `begin` opened, until a member writes to that.
         """
         slot = self._current or self._writing
         if slot is None or slot.manifest is None:
@@ -155,13 +155,13 @@ class NodeArena:
         return slot.manifest, self._view(slot)
 
     def slot_view(self) -> SlotView:
-        """The slot opened by `begin`, mapped read-only into the owner; kept mapped from sync to sync."""
+        """The slot opened by `begin`, mapped read-only. The mapping stays from sync to sync. Raises IntegrityError."""
         if self._writing is None:
             raise IntegrityError("no slot is open for writing")
         return self._view(self._writing)
 
     def writable_view(self) -> SlotView:
-        """The slot opened by `begin`, mapped for backends whose nodes receive; kept mapped from sync to sync."""
+        """The slot opened by `begin`, mapped writable for nodes that receive. Otherwise as `slot_view`."""
         if self._writing is None:
             raise IntegrityError("no slot is open for writing")
         path = self._writing.path
@@ -170,7 +170,7 @@ class NodeArena:
         return self._writable[path]
 
     def commit(self, version: int, manifest: Manifest) -> None:
-        """Make the slot opened by `begin` current, at once for every later reader."""
+        """Make the slot opened by `begin` current, atomically for readers. Raises IntegrityError if none is open."""
         slot = self._writing
         if slot is None or manifest.version != version:
             raise IntegrityError(f"nothing was staged for version {version}", version=version, phase="commit")
@@ -180,7 +180,7 @@ class NodeArena:
         self._writing = None
 
     def drop(self) -> None:
-        """Drop the slot that `begin` opened, and its file, because its writers may still be alive."""
+        """Drop the slot that `begin` opened. Its file is replaced, because its writers may still be alive."""
         if self._writing is not None:
             self._replace(self._writing)
             self._writing = None
@@ -197,7 +197,7 @@ class NodeArena:
         return previous
 
     def reverify(self, version: int, *, threads: int = 1) -> None:
-        """Digest the committed `version` again. Raises IntegrityError that names the differing pieces."""
+        """Digest the committed `version` again. Raises IntegrityError naming the pieces that differ."""
         with open_committed(self.directory, version) as (manifest, view):
             verify(view.bytes.numpy(), manifest, threads=threads)
 
@@ -254,7 +254,7 @@ class NodeArena:
 
 
 def require_name(key: str, name: str) -> None:
-    """Raises ConfigError unless `name` can be a part of a directory's name."""
+    """Raises ConfigError unless `name` is valid as a part of a directory's name."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
             f"{key}={name[: 2 * MAX_JOB_NAME]!r} must be 1 to {MAX_JOB_NAME} letters, digits, dots, dashes and "
@@ -263,7 +263,7 @@ def require_name(key: str, name: str) -> None:
 
 
 def require_free_bytes(shm_dir: Path, arena_nbytes: int, *, arenas: int = 1) -> None:
-    """Raises ConfigError unless this host has shared memory for `arenas` of `arena_nbytes` each."""
+    """Raises ConfigError unless `shm_dir` has free memory for `arenas` of `arena_nbytes` each."""
     stats = os.statvfs(shm_dir)
     free, needed = stats.f_bavail * stats.f_frsize, arenas * arena_nbytes
     if needed > free:

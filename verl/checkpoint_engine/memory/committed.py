@@ -1,4 +1,4 @@
-"""The committed version of an arena, as engines of the same host and others who only read find and map it."""
+"""The committed version of an arena: engines of the same host, and other readers, find and map it here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 def committed_version(arena_path: str | Path) -> int | None:
-    """The version that readers of this arena would get; None if nothing is committed."""
+    """The committed version of this arena; None if there is none. Raises IntegrityError for a damaged arena."""
     committed = _read_current(Path(arena_path))
     return committed.version if committed else None
 
@@ -62,9 +62,9 @@ def _require_committed(directory: Path, version: int) -> Committed:
 
 
 def committed_digest(arena_path: str | Path, version: int) -> str | None:
-    """Of the weights of the committed `version`, as `Manifest.digest`; None if the arena is not on this host.
+    """`Manifest.digest` of the committed `version`; None if the arena is not on this host.
 
-    Raises IntegrityError if another version is committed, or PlanError if its manifest is none.
+    Raises IntegrityError if another version is committed, or its manifest is damaged.
     """
     directory = Path(arena_path)
     if not directory.is_dir():
@@ -74,9 +74,9 @@ def committed_digest(arena_path: str | Path, version: int) -> str | None:
 
 
 class PinnedSlots:
-    """Slots that an engine on an accelerator reads, mapped and pinned from one activation to the next.
+    """Slots that an engine on an accelerator keeps mapped and pinned between activations.
 
-    Pinning takes longer than loading what is pinned, so a slot stays mapped until its file is another one. Used from
+    Pinning a slot takes longer than loading from it, so it stays pinned until the arena replaces its file. Used from
     one thread.
     """
 
@@ -84,7 +84,7 @@ class PinnedSlots:
         self._views: dict[tuple[Path, int], SlotView] = {}
 
     def view(self, path: Path, inode: int, layout: Layout) -> SlotView:
-        """The slot at `path`, which the caller has open under that `inode`. Closes what no file has any more."""
+        """The slot at `path`, which the caller has open with this `inode`. Closes slots whose file is gone."""
         for key in [key for key in self._views if not _is_file(*key)]:
             self._views.pop(key).close()
         view = self._views.get((path, inode))
@@ -95,7 +95,7 @@ class PinnedSlots:
         return view
 
     def close(self) -> None:
-        """Unmap all. Idempotent."""
+        """Unmap all slots. Idempotent."""
         while self._views:
             self._views.popitem()[1].close()
 
@@ -113,7 +113,7 @@ def open_committed(
 ) -> Iterator[tuple[Manifest, SlotView]]:
     """Map the committed `version` read-only, for engines on the same host. Tensors are borrowed until the block ends.
 
-    `kept`: where the mapping is looked for, and stays.
+    `kept`: slots that stay mapped; this one is added to them.
 
     Raises IntegrityError if the arena is gone or its committed version is another one.
     """
@@ -142,7 +142,7 @@ def open_committed(
 def open_to_activate(
     arena_path: str | Path, version: int, kept: PinnedSlots | None = None
 ) -> Iterator[tuple[Manifest, SlotView]]:
-    """`open_committed` for an engine that was told to load `version`. Raises ActivationError if it is not there."""
+    """`open_committed` for an engine that activates `version`. Raises ActivationError instead of IntegrityError."""
     with contextlib.ExitStack() as stack:
         try:
             opened = stack.enter_context(open_committed(arena_path, version, kept))

@@ -1,12 +1,12 @@
-"""The deltas of one owner's pieces, from one publication to the next: made by its rank, applied on nodes.
+"""The deltas of one owner's pieces, from one publication to the next: its rank makes them, nodes apply them.
 
     head       format, pieces, words of all streams, digest of the table
-    table      4 bytes for each piece of the owner, in plan order: how many words it has, and what they are
+    table      4 bytes for each piece of the owner, in plan order: the number of its words, and their kind
     streams    the pieces' words, one after the other: nothing, a delta (`delta_codec.py`), or the piece itself
-    padding    that a decoder may read
+    padding    for a decoder that reads past the last word
 
-It is for those who hold what the owner published before, byte for byte: `identity_of` tells. What comes out is digested
-and compared with the trainer's digests as every version is, so that a wrong delta is noticed wherever it went wrong.
+Only a node that holds the owner's previous publication, byte for byte, may apply them: `identity_of` identifies it. The
+node compares the result with the owner's digests, as for every version, so it notices any wrong delta.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FORMAT = 1
 HEAD = 4
 WORD = 8
 PADDING = 8
-"""Words: what `delta_codec.PADDING_NBYTES` asks for."""
+"""Words of padding: `delta_codec.PADDING_NBYTES`."""
 UNCHANGED, CHANGED, WHOLE = 0, 1, 2
 LARGEST_SHARE = 2
-"""A delta has at most one such part of the bytes of the version: a larger one is not worth its trouble."""
+"""A delta has at most one LARGEST_SHARE-th of the version's bytes: a larger one saves too little."""
 EXPONENTS = {
     "bfloat16": (7, 255),
     "float16": (10, 31),
@@ -47,11 +47,11 @@ EXPONENTS = {
     "float8_e4m3fn": (3, 15),
     "float8_e5m2": (2, 31),
 }
-"""Where a word has its exponent: how many bits to the right, and which bits then."""
+"""The exponent in a word: (right shift in bits, mask after it)."""
 
 
 def identity_of(plan: SyncPlan, owner: int, digests: UInt64s) -> int:
-    """A number that is equal where the pieces of `owner` and their bytes are. `digests`: of its pieces. Never 0."""
+    """A number, never 0, that identifies the pieces of `owner` and their bytes. `digests`: of its pieces, in order."""
     content = xxhash.xxh3_64(plan.digest)
     content.update(owner.to_bytes(8, "little"))
     content.update(np.ascontiguousarray(digests).tobytes())
@@ -59,7 +59,7 @@ def identity_of(plan: SyncPlan, owner: int, digests: UInt64s) -> int:
 
 
 def room_nbytes(region_nbytes: int, pieces: int) -> int:
-    """The most that the deltas of an owner take. Pure."""
+    """The most bytes that the deltas of an owner take. Pure."""
     return align(WORD * (HEAD + PADDING) + 4 * (pieces + 1) + region_nbytes // LARGEST_SHARE)
 
 
@@ -68,7 +68,7 @@ def _table_words(pieces: int) -> int:
 
 
 def codes_of(plan: SyncPlan, pieces: slice) -> Int64s:
-    """Of each piece a row: bytes of a word, shift and mask of its exponent. Pure."""
+    """[pieces, 3]: bytes of a word, shift and mask of its exponent. Pure."""
     kinds = {}
     for index, spec in enumerate(plan.layout.specs):
         itemsize = int(plan.layout.itemsizes[index])
@@ -82,9 +82,9 @@ _begun, _warm = threading.Event(), threading.Event()
 
 
 def warm_up() -> None:
-    """Have the compiled code ready: in good time, because it may take seconds. Idempotent.
+    """Compile the codec before it is needed, because that may take seconds. Idempotent.
 
-    Raises BackendUnavailable where it cannot be compiled: numba is missing, or has no folder that it may write to.
+    Raises BackendUnavailable if it cannot be compiled: numba is missing, or has no writable cache folder.
     """
     try:
         from . import delta_codec
@@ -99,7 +99,7 @@ def warm_up() -> None:
 
 
 def begin_to_warm_up() -> None:
-    """On a thread: until it is done, versions are moved whole, and what that takes says nothing of other syncs."""
+    """Start `warm_up` on a thread. Until it ends, owners publish in full, and those syncs measure no rates."""
     if not _begun.is_set():
         _begun.set()
         threading.Thread(target=_warm_up_or_warn, name="weight-sync-warm-up", daemon=True).start()
@@ -117,7 +117,7 @@ def is_warm() -> bool:
 
 
 class DeltaWriter:
-    """An owner's deltas, in memory of their own that is there once it is written. Used by one thread at a time."""
+    """Writes an owner's deltas into memory of its own, whose pages exist once written. Used by one thread at a time."""
 
     def __init__(self, plan: SyncPlan, owner: int, region_nbytes: int) -> None:
         pieces = plan.pieces_of(owner)
@@ -132,7 +132,7 @@ class DeltaWriter:
         self._end = self._first
         self._is_full = False
         self.changed: Int64s = np.zeros(len(pieces), np.int64)
-        """Words of each piece that the last deltas change."""
+        """The number of words that the last deltas change, per piece."""
 
     def begin(self) -> None:
         self._end, self._is_full = self._first, False
@@ -140,7 +140,7 @@ class DeltaWriter:
         self.changed[:] = 0
 
     def take(self, piece: int, new: int, old: int, nbytes: int) -> None:
-        """Copy the piece at address `new` over the one at `old`, and append the delta. `piece`: of the owner's own."""
+        """Copy the piece at address `new` over the one at `old`; append its delta. `piece`: its index at the owner."""
         from . import delta_codec
 
         width = self._codes[piece][0]
@@ -151,8 +151,8 @@ class DeltaWriter:
     def take_changes(
         self, piece: int, positions: npt.NDArray[np.int32], words: npt.NDArray[Any], first: int, old: int, nbytes: int
     ) -> None:
-        """As `take`, of a piece whose changes are known: `words` are what those numbered `positions` are now, of a
-        memory in which the piece begins with number `first`."""
+        """As `take`, for known changes: `words` are the new values of the words numbered `positions` in a memory in
+        which the piece begins with number `first`."""
         from . import delta_codec
 
         width = self._codes[piece][0]
@@ -161,7 +161,7 @@ class DeltaWriter:
         self._append(piece, len(positions), old, nbytes)
 
     def give_up(self) -> None:
-        """There will be no deltas: what changed is too much, or not known."""
+        """Write no deltas for this publication: the changes are too many, or unknown."""
         self._is_full = True
 
     def _append(self, piece: int, count: int, new: int, nbytes: int) -> None:
@@ -188,7 +188,7 @@ class DeltaWriter:
         self._end += words
 
     def finish(self) -> int:
-        """How many bytes the deltas have; 0 if they did not find room."""
+        """Write the head and return the bytes of the deltas; 0 if they did not fit or were given up."""
         if self._is_full:
             return 0
         self._words[:HEAD] = FORMAT, self._pieces, self._end - self._first, _digest_of(self._table)
@@ -209,18 +209,18 @@ def _digest_of(table: npt.NDArray[np.uint32]) -> int:
 
 @dataclass(frozen=True)
 class Deltas:
-    """Those of one owner as a node has received them."""
+    """The deltas of one owner, as a node has received them."""
 
     owner: int
     words: UInt64s
     starts: Int64s
-    """Of each piece, in `words`."""
+    """Index in `words` of each piece's stream; `lengths` and `kinds` likewise per piece."""
     lengths: Int64s
     kinds: npt.NDArray[Any]
 
     @classmethod
     def parse(cls, plan: SyncPlan, owner: int, data: UInt8s) -> Deltas:
-        """Raises TransportError for what no `DeltaWriter` of that owner and plan has written."""
+        """Read head and table. Raises TransportError for bytes that no `DeltaWriter` of this owner and plan wrote."""
         pieces, words = len(plan.pieces_of(owner)), data.view(np.uint64)
         first = HEAD + _table_words(pieces)
         problem = None
@@ -243,18 +243,18 @@ class Deltas:
 
 @dataclass(frozen=True)
 class Applier:
-    """Makes the new version of pieces out of the previous one and deltas, and digests it while the cache has it."""
+    """Makes the new version of pieces from the base and deltas, and digests each while the core's cache holds it."""
 
     plan: SyncPlan
     base: UInt8s
-    """The previous version, as a slot has it; it may be `slot` itself."""
+    """The memory of the base's slot; it may be `slot` itself."""
     slot: UInt8s
     arrived: PieceDigests
 
     def apply(self, deltas: Sequence[Deltas], *, threads: int, stopped: Callable[[], bool]) -> list[int]:
-        """The pieces, by their rows in the plan, that could not be made: what holds them is undefined.
+        """Write the pieces into `slot` and their digests into `arrived`. Returns the rows of pieces that failed.
 
-        Ends early, with pieces that are not known to `arrived`, once `stopped`.
+        The content of a failed piece is undefined. Once `stopped`, it ends early, with pieces unknown to `arrived`.
         """
         work = []
         for one in deltas:

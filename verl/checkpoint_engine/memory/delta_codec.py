@@ -1,21 +1,21 @@
-"""What changed between two versions of a piece, lossless, in compiled loops that do not hold Python's global lock.
+"""A lossless code of the changes between two versions of a piece, in compiled loops without Python's global lock.
 
 A piece is a run of words of 1, 2, 4 or 8 bytes. The difference of a word is that of its bit patterns as integers,
 modulo 2 ** bits: it is +-1 between neighbouring values of a float, and every pattern (NaN, -0.0) has one. A delta is a
-head and one stream of bits, in 64-bit words; for every word that changed it has
+head and one stream of bits, in 64-bit words; for every changed word it has
 
-    gap      how many words before it did not change
+    gap      the number of unchanged words before it
     sign     of the difference
-    size     of the difference, less 1, if the old word's exponent says that sizes differ ("wide"); otherwise 1 is
-             understood, and runs of these are counted: run, size less 2 of the one after it, run, ...
+    size     of the difference, less 1, if sizes vary for the old word's exponent ("wide"). For other exponents size 1
+             is implied, and the stream has lengths of runs of them: run, size less 2 of the word after it, run, ...
 
 all of them in Rice codes (R. F. Rice, "Some practical universal noiseless coding techniques", JPL 79-22, 1979). Gaps of
-evenly spread changes are geometric, for which such a code is within some hundredths of a bit of the entropy. An update
-moves small values by many units in the last place and large ones by one, so each exponent has a parameter of its own.
+evenly spread changes are geometric; for them the code is within some hundredths of a bit of the entropy. An update
+moves small values by many units in the last place and large ones by one, so each exponent has its own parameter.
 
-Signatures below say Any where the compiled code has 64-bit integers of its own.
+The type Any in signatures stands for 64-bit integers of the compiled code.
 
-A decoder trusts nothing: it never writes outside of its piece, nor reads more than `PADDING_NBYTES` behind its words.
+The decoder is safe for any input: it writes only to its piece, and reads at most `PADDING_NBYTES` behind its words.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 HEAD_WORDS = 6
-"""Changed words; parameters; 32 of them for exponents, a byte each."""
+"""Number of changed words; parameters; 32 parameters of exponents, a byte each."""
 PADDING_NBYTES = 64
-"""One change takes less."""
+"""The code of one change is shorter."""
 TOO_LARGE = -1
-"""The delta does not fit into the room that was given."""
+"""Result of `encode`: the delta does not fit into `room`."""
 BAD = -1
-"""The words are not a delta of such a piece."""
+"""Result of `decode`: the words are not a delta of such a piece."""
 SCRATCH = (np.int64, np.uint64, np.int64, np.uint8)
-"""What `replace` and `encode` note of a changed word: number, what it was, difference, code of its size."""
+"""Types of the notes on a changed word: number, old value, difference, and (in `encode`) class of its exponent."""
 CLASSES = 32
 UNDERSTOOD = 255
-"""In place of a parameter: differences of this exponent are +-1, but for outliers."""
+"""Instead of a parameter: differences of this exponent are +-1, except for outliers."""
 MOST_PARAMETER = 36
 MOST_UNARY = 24
-"""A longer quotient is written as so many zeros, with all of the number behind them."""
+"""A longer quotient is written as this many zeros, followed by the whole number."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,9 +117,9 @@ def _last_word(address: Any, nbytes: Any) -> Any:
 
 @_compiled
 def replace(new: Any, old: Any, nbytes: Any, width: Any, positions: Any, before: Any, differences: Any) -> Any:
-    """Copy the piece at address `new` over the one at `old`; how many words of `width` bytes were not equal.
+    """Copy the piece at address `new` over the one at `old`; return how many words of `width` bytes differed.
 
-    Of each of them: its number, what it was, and the difference, in order.
+    Writes the number, old value and difference of each into `positions`, `before` and `differences`, in order.
     """
     count, index, whole = 0, 0, nbytes // 8
     here, there = np.uint64(new), np.uint64(old)
@@ -175,9 +175,9 @@ def _set_word(address: Any, width: Any, value: Any) -> None:
 def replace_at(
     positions: Any, words: Any, first: Any, old: Any, width: Any, numbers: Any, before: Any, differences: Any
 ) -> None:
-    """Make `words` the words numbered `positions` of the piece at address `old`, which begins with number `first`.
+    """Write `words` to the words numbered `positions` of the piece at address `old`, which begins with number `first`.
 
-    Notes of each of them what `replace` does: numbers in the piece, what was there, and the difference.
+    Writes the notes of `replace` on each: number within the piece, old value and difference.
     """
     bits = np.uint64(8 * width)
     lane, half = ~U0 >> (U64 - bits), U1 << (bits - U1)
@@ -303,9 +303,9 @@ def _plan_sizes(count: Any, before: Any, differences: Any, shift: Any, mask: Any
 def encode(
     count: Any, positions: Any, before: Any, differences: Any, kinds: Any, shift: Any, mask: Any, out: Any, room: int
 ) -> Any:
-    """What `replace` found, as a delta of at most `room` words; how many of `out` it has, or TOO_LARGE.
+    """Encode the `count` changes that `replace` noted into `out`; return its words, at most `room`, or TOO_LARGE.
 
-    `shift` and `mask`: where a word has its exponent. `kinds`: for `count` bytes of its own.
+    `shift` and `mask` extract a word's exponent. `kinds`: scratch memory of `count` bytes.
     """
     ushift, umask = np.uint64(shift), np.uint64(mask)
     limit = room - 8
@@ -373,10 +373,10 @@ def _number_at(words: Any, bit: Any, parameter: Any) -> Any:
 
 @_compiled
 def decode(words: Any, num_words: Any, piece: Any, nbytes: Any, width: Any, shift: Any, mask: Any) -> Any:
-    """Change the piece at address `piece`, which holds the old version, to the new one; how many words, or BAD.
+    """Change the piece at address `piece` from the old version to the new; return the changed words, or BAD.
 
-    `words` is the address of the delta, behind which there are `PADDING_NBYTES` that can be read. After BAD the piece
-    holds neither version.
+    `words` is the address of the delta; `PADDING_NBYTES` behind it must be readable. After BAD the piece holds neither
+    version.
     """
     ushift, umask = np.uint64(shift), np.uint64(mask)
     if num_words < HEAD_WORDS:
@@ -421,7 +421,7 @@ def decode(words: Any, num_words: Any, piece: Any, nbytes: Any, width: Any, shif
 
 @_compiled
 def count_changed(new: Any, old: Any, nbytes: Any, width: Any) -> Any:
-    """How many words of `width` bytes are not equal in two pieces."""
+    """The number of words of `width` bytes that differ between two pieces."""
     bits = np.uint64(8 * width)
     lane, count = ~U0 >> (U64 - bits), 0
     for index in range((nbytes + 7) // 8):
@@ -440,7 +440,7 @@ _warming = Lock()
 
 
 def warm() -> None:
-    """Have everything compiled, or loaded from the cache on disk that numba keeps. The first call takes seconds."""
+    """Compile all functions, or load them from numba's cache on disk. The first call takes seconds."""
     old, new = np.zeros(16, np.uint8), np.zeros(16, np.uint8)
     new[::5] = 1
     positions, before, differences, kinds = (np.empty(16, kind) for kind in SCRATCH)

@@ -1,12 +1,12 @@
-"""An owner's last version on the accelerator that trains: compared there, so that only what changed goes to the host.
+"""An owner's last version on its accelerator, which compares there, so that only changed words go to the host.
 
     base      on the device, as the region on the host: pieces packed back to back, as they were published last
     whole     source -> base -> region, the last in one copy
-    changes   source -> aside, compared with base; numbers and values of the words that changed -> host, which changes
-              its region and writes the deltas (`DeltaWriter.take_changes`)
+    changes   source -> aside, compared with base; numbers and values of changed words -> host, which changes its
+              region and writes the deltas (`DeltaWriter.take_changes`)
 
-The host digests a piece before and after: a region that is not what was published, for whatever reason, is made anew
-from the base. Everything here is torch, for CUDA, NPU and, in tests, the CPU.
+The host digests a piece before and after the change. If its region differs from the last publication, it is copied
+again from the base. All code is torch, for CUDA, NPU and, in tests, the CPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LARGEST_SHARE = 0.1
-"""A base takes at most such a part of what the device has free when deltas are first asked for."""
+"""A base takes at most this fraction of the device's free memory, at the first request for deltas."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""By bytes of an element: as what it is compared."""
+"""The integer type in which elements are compared, by bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Changes:
 
 
 def device_base_for(source: WeightSource, region: PackedRegion) -> DeviceBase | None:
-    """One that holds what `region` does, if the values are on an accelerator that has the memory. Logs which."""
+    """A base with the content of `region` if `source` is on an accelerator with room for it, else None. Logs which."""
     device = source.device if isinstance(source, DeviceSource) else None
     if device is None or device.type == "cpu":
         return None
@@ -67,17 +67,17 @@ def device_base_for(source: WeightSource, region: PackedRegion) -> DeviceBase | 
 
 
 class DeviceBase:
-    """Called on the owner's rank, by the thread that publishes."""
+    """A copy of the owner's region on the device. Called on the owner's rank, by the thread that publishes."""
 
     def __init__(self, region: PackedRegion, device: torch.device) -> None:
         self._region = region
         self._bytes = region.bytes.to(device, copy=True)
         self._aside = Aside(device)
         self.compared_s = 0.0
-        """Of the last `publish_changes`: until what changed was on the host, from when on the values may be others."""
+        """Seconds of the last `publish_changes` until the changes were on the host; then the weights may change."""
 
     def publish(self, source: WeightSource) -> Publication:
-        """As `publishing.publish`: everything. Digests are taken from the copy."""
+        """As `publishing.publish`, through the base. Digests are taken from the copy."""
         start_s = time.perf_counter()
         for place in self._region.places(source.shards()):
             source.copy(place.shard, self._at(place))
@@ -86,7 +86,7 @@ class DeviceBase:
     def publish_changes(self, source: WeightSource, before: UInt64s, deltas: DeltaWriter) -> Publication:
         """As `publishing.publish` with `deltas`. `before`: the digests of the last version's pieces.
 
-        Everything is copied, and `deltas` are full, where what changed would be half as much.
+        Copies everything, and gives up `deltas`, if the changes would take half the bytes of the region.
         """
         start_s = time.perf_counter()
         places, found, room = self._region.places(source.shards()), list[_Changes](), self._region.nbytes // 2
@@ -112,7 +112,7 @@ class DeviceBase:
         return Publication(self._region, nbytes, time.perf_counter() - start_s, digests)
 
     def count_changed(self, source: WeightSource, places: Sequence[Place]) -> int:
-        """Words of `places` that are not what they were. They stay what they were."""
+        """The number of words of `places` that differ from the base, which is not changed."""
         counts = [torch.count_nonzero(_words(new) != _words(old)) for new, old in self._pairs(source, places)]
         return int(torch.stack(counts).sum()) if counts else 0
 

@@ -23,14 +23,14 @@ from ..plan.sync_plan import SyncPlan
 MANIFEST_FORMAT = 1
 MAX_PIECES_IN_MESSAGE = 8
 CACHED_NBYTES = 2**20
-"""What is digested on the way is digested after so many bytes: a core's own cache holds them."""
+"""Bytes copied between two digests of a copy: a core's own cache holds them."""
 
 UInt64s = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a version must be, byte for byte: the plan (with its layout) and the digest of each of its pieces."""
+    """The exact content of a version: the plan (with its layout) and the digest of each of its pieces."""
 
     version: int
     plan: SyncPlan
@@ -51,7 +51,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Of the weights: of names, dtypes and shapes, and of every piece."""
+        """16 hexadecimal digits of the weights: of names, dtypes and shapes, and of every piece."""
         return xxhash.xxh3_64_hexdigest(self.plan.layout.digest.encode() + self.digests.tobytes())
 
     def encode(self) -> bytes:
@@ -59,7 +59,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Raises IntegrityError for anything that is not a manifest of a format that this code knows."""
+        """Undo `encode`. Raises IntegrityError for other bytes and unknown formats."""
         try:
             form, version, encoded_plan, digests = msgspec.msgpack.decode(data, type=tuple[int, int, bytes, bytes])
             if form != MANIFEST_FORMAT:
@@ -74,7 +74,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class PieceDigests:
-    """Digests of pieces that were taken on the way, while a core's cache had the bytes; not always of all pieces."""
+    """Digests of pieces taken during a copy or a transfer, while a core's cache held the bytes; perhaps not of all."""
 
     values: UInt64s
     known: npt.NDArray[np.bool_]
@@ -85,7 +85,7 @@ class PieceDigests:
         return cls(np.zeros(pieces, np.uint64), np.zeros(pieces, np.bool_))
 
     def completed(self, region: npt.NDArray[np.uint8], extents: Extents, *, threads: int) -> UInt64s:
-        """The digests of all pieces; those that are missing are taken from `region`, where pieces lie at `extents`."""
+        """The digests of all pieces. Missing ones are computed from `region`, with the pieces at `extents`."""
         values, missing = self.values.copy(), np.flatnonzero(~self.known)
         if len(missing):
             values[missing] = digest_pieces(region, extents.take(missing), threads=threads)
@@ -93,7 +93,7 @@ class PieceDigests:
 
 
 def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, rows: int, stride: int) -> int:
-    """xxh3_64 of one piece's bytes in C order. `region` is the memory that the plan's offsets count from."""
+    """xxh3_64 of one piece's bytes in C order. Offsets count from the beginning of `region`."""
     if rows == 1:
         return xxhash.xxh3_64_intdigest(region[offset : offset + run_nbytes].data)
     runs = np.lib.stride_tricks.as_strided(region[offset:], (rows, run_nbytes), (stride, 1), writeable=False)
@@ -101,9 +101,9 @@ def digest_piece(region: npt.NDArray[np.uint8], offset: int, run_nbytes: int, ro
 
 
 def digest_pieces(region: npt.NDArray[np.uint8], extents: Extents, *, threads: int = 1) -> UInt64s:
-    """The digests of the pieces that lie at `extents` of `region`, in that order.
+    """The digests of the pieces at `extents` of `region`, in that order: [pieces].
 
-    xxhash gives up Python's global lock while it works on large inputs, so threads help where there are cores.
+    xxhash releases Python's global lock for large inputs, so threads run in parallel.
     """
     digests = np.empty(len(extents), np.uint64)
 
@@ -126,7 +126,7 @@ def digest_pieces(region: npt.NDArray[np.uint8], extents: Extents, *, threads: i
 def verify(
     region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1, arrived: PieceDigests | None = None
 ) -> None:
-    """Raises IntegrityError that names tensor, box and owner of the pieces that `differing` finds."""
+    """Raises IntegrityError naming tensor, box and owner of the pieces that `differing` returns."""
     wrong = differing(region, manifest, threads=threads, arrived=arrived)
     if wrong:
         raise IntegrityError(
@@ -139,8 +139,8 @@ def verify(
 def differing(
     region: npt.NDArray[np.uint8], manifest: Manifest, *, threads: int = 1, arrived: PieceDigests | None = None
 ) -> list[int]:
-    """Digest every piece of `region`, but for those of which `arrived` has a digest; the pieces that are not what the
-    manifest says."""
+    """The pieces of `region`, as rows of the plan, whose digest differs from the manifest's. A digest in `arrived` is
+    not computed again."""
     plan = manifest.plan
     found = (arrived or PieceDigests.none_of(len(plan))).completed(region, plan.extents, threads=threads)
     wrong: list[int] = np.flatnonzero(found != manifest.digests).tolist()
@@ -148,7 +148,7 @@ def differing(
 
 
 def named(plan: SyncPlan, pieces: Sequence[int]) -> str:
-    """The first few of `pieces`: for messages."""
+    """Describe the first MAX_PIECES_IN_MESSAGE of `pieces`, for messages."""
     names = "; ".join(plan.describe(piece) for piece in pieces[:MAX_PIECES_IN_MESSAGE])
     left = len(pieces) - MAX_PIECES_IN_MESSAGE
     return f"{names}; and {left} more" if left > 0 else names

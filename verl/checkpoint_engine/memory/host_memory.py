@@ -17,7 +17,7 @@ from ..errors import ConfigError
 
 
 def free_host_nbytes() -> int:
-    """Memory that this process can still get: of the host, or of its control group if that has less."""
+    """Bytes that this process can still allocate: of the host, or of its control group if that has less."""
     free: int = psutil.virtual_memory().available
     try:
         group = Path("/sys/fs/cgroup")
@@ -30,28 +30,28 @@ def free_host_nbytes() -> int:
 
 
 def pinned_memory(nbytes: int) -> torch.Tensor:
-    """For processes that have an accelerator."""
+    """Pinned memory, uint8, for processes that have an accelerator."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Without a name: nothing stays behind when the last process that maps it ends, however it ends.
+    """Shared memory without a name: the kernel frees it when the last process that maps it ends, even if killed.
 
-    It lives as long as `memory` or a view of it does, the file descriptor as long as this object.
+    It lives as long as `memory` or a view of it, the file descriptor as long as this object.
     """
 
     memory: torch.Tensor
     """uint8, one dimension."""
     fd: int
-    """With which another process can map it."""
+    """The file descriptor with which another process can map it."""
 
     def __post_init__(self) -> None:
         weakref.finalize(self, os.close, self.fd)
 
 
 def shared_memory(nbytes: int) -> SharedMemory:
-    """Raises ConfigError if there is not so much."""
+    """Allocate and pre-fault `nbytes`. Raises ConfigError if the host has less."""
     fd = os.memfd_create("verl-parameter-server", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, nbytes)  # the pages exist: running out is an error here, not a SIGBUS later
@@ -63,7 +63,7 @@ def shared_memory(nbytes: int) -> SharedMemory:
 
 
 class KeptMemory:
-    """Shared memory that is kept from one use to the next, because making some takes longer than filling it.
+    """Shared memory kept from one use to the next, because allocating it takes longer than filling it.
 
     Used from one thread.
     """
@@ -73,13 +73,13 @@ class KeptMemory:
 
     @property
     def nbytes(self) -> int:
-        """Kept, and not taken."""
+        """Bytes of the pieces that are kept and not taken."""
         return sum(piece.memory.nbytes for piece in self._kept)
 
     def take(self, nbytes: int, count: int) -> list[SharedMemory]:
-        """`count` pieces of `nbytes`; what is in them is of no use. Lets go of what has another size.
+        """Return `count` pieces of `nbytes` with undefined content, and free kept pieces of other sizes.
 
-        Raises ConfigError if there is not so much.
+        Raises ConfigError if the host has less memory.
         """
         fitting = [piece for piece in self._kept if piece.memory.nbytes == nbytes]
         self._kept = fitting[count:]

@@ -1,7 +1,7 @@
-"""Shared memory does not go away with the process that made it. Two things see to it that it does.
+"""Remove shared memory of processes that have ended: the kernel keeps the files of an arena.
 
-`Janitor` is a small process that outlives its owner by a few removals. `sweep` removes what is left if both were
-killed: directories whose lock nobody holds.
+`Janitor` is a small process that removes a directory after its owner has ended. `sweep` removes directories whose lock
+no process holds, for owners that were killed with their janitor.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ YOUNG_S = 10.0
 
 
 class Janitor(CleanupProcess):
-    """Removes `directory`, and what `watch` adds to it, when this process ends, however it ends, or on `close`."""
+    """Removes `directory` and the paths given to `watch` when this process ends, even if killed, or on `close`."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(Path(removing.__file__), str(directory))
 
     def watch(self, path: Path) -> None:
-        """Remove `path`, a file or a directory, too."""
+        """Also remove `path`, a file or a directory."""
         self.send(str(path))
 
 
 def sweep(shm_dir: Path, prefix: str) -> list[Path]:
-    """Remove this user's directories of jobs whose processes are all gone, and return them."""
+    """Remove this user's directories `prefix*` whose lock no process holds, and return them."""
     removed = []
     for directory in shm_dir.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # gone by now, or not ours: whatever it is, it is no reason not to start
@@ -45,7 +45,7 @@ def sweep(shm_dir: Path, prefix: str) -> list[Path]:
 
 
 def await_removal(directory: Path) -> None:
-    """Wait while `directory` is there without an owner: the janitor of a process that was killed is about to act."""
+    """Wait until the janitor of a killed owner has removed `directory`: at most YOUNG_S, and not for a locked one."""
     deadline = time.monotonic() + YOUNG_S
     while directory.exists() and not _is_locked(directory) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,8 +1,8 @@
 """A trainer rank's own copy of the pieces that it owns, packed back to back, for peers to fetch.
 
-One contiguous, pre-faulted region per rank, registered with the transport once. Pieces that lie next to each other in a
-node's slot lie next to each other here, too, so that a row-sharded tensor is one range at both ends. Short runs and
-strided pieces come last, side by side, so that many of them can travel as one range.
+One contiguous, pre-faulted region per rank, registered with the transport once. Pieces that are neighbours in a node's
+slot are neighbours here, so that a row-sharded tensor is one range at both ends. Short runs and strided pieces come
+last, side by side, so that many of them can travel as one range.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     import torch
 
 SHORT_NBYTES = 2**20
-"""A run below this costs more as a message of its own than as a copy at the receiver (measured with gloo: broadcasts of
-256 KiB reach a third of the rate of larger ones)."""
+"""A shorter run costs more as its own message than as a copy at the receiver (measured with gloo: broadcasts of 256 KiB
+reach a third of the rate of larger ones)."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the pieces of one owner lie in its region: piece `first + i` of the plan at `offset[i]`. Pure.
+    """The places of one owner's pieces in its region: piece `first + i` of the plan at `offset[i]`. Pure.
 
-    Every member computes it from the plan; nobody sends it.
+    Every member computes it from the plan, so it is never sent.
     """
 
     first: int
     extents: Extents
-    """Where the pieces belong in a slot."""
+    """The places of the pieces in a slot."""
     offset: Int64s
     nbytes: Int64s
     region_nbytes: int
     tail_offset: int
-    """From here on: short runs and strided pieces."""
+    """The offset at which short runs and strided pieces begin."""
 
     @classmethod
     def of(cls, plan: SyncPlan, owner: int) -> Packing:
@@ -72,7 +72,7 @@ class Packing:
 
 
 def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Zeros whose pages exist already, huge ones where the kernel has them: NIXL reads those 1.4 times as fast."""
+    """Pre-faulted zeros, in huge pages if the kernel has them: NIXL reads those 1.4 times as fast."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -82,9 +82,9 @@ def private_memory(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class PackedRegion:
-    """The memory behind a `Packing`, pinned where the rank has a CUDA device. Private to this process.
+    """The memory of a `Packing`, private to this process, and pinned if the rank has a CUDA device.
 
-    It goes with the last tensor that borrows it.
+    It is freed with the last tensor that borrows it.
     """
 
     def __init__(self, plan: SyncPlan, owner: int) -> None:
@@ -105,7 +105,7 @@ class PackedRegion:
 
     @property
     def address(self) -> int:
-        """Where the region begins in this process."""
+        """The address of the region in this process."""
         return self.bytes.data_ptr()
 
     def places(self, held: Sequence[Shard]) -> Sequence[Place]:

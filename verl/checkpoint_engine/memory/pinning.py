@@ -1,8 +1,8 @@
-"""Host memory that a CUDA device copies to and from at the rate of its link.
+"""Pin host memory, so that a CUDA device copies to and from it at the rate of its link.
 
-What is not pinned passes through a small buffer of the driver's, which a core fills: a fraction of that rate. Memory of
-any kind can be pinned where it lies: `cudaHostRegister` (CUDA Runtime API, "Memory Management"). It takes tenths of a
-second for each GiB, so that memory which is used again and again is pinned once.
+Copies of other memory pass through a small buffer of the driver, which a core fills, at a fraction of that rate.
+`cudaHostRegister` pins existing memory (CUDA Runtime API, "Memory Management"). It takes tenths of a second per GiB, so
+memory that is used repeatedly is pinned once.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ PORTABLE, READ_ONLY = 1, 8
 access."""
 
 Spans = npt.NDArray[np.int64]
-"""Of each stretch of memory a row: offset, bytes."""
+"""Parts of a memory: [parts, 2], offset and bytes."""
 
 
 class Pinned:
-    """Pages of this process that are pinned until `close`, or until this object is gone.
+    """Pages of this process, pinned until `close` or until this object is freed.
 
-    In a process without CUDA nothing happens; where the driver refuses, one warning says that copies are slower.
+    It does nothing in a process without CUDA. If the driver refuses, one warning says that copies are slower.
     """
 
     def __init__(self, memory: torch.Tensor, spans: Spans | None = None, *, read_only: bool = False) -> None:
-        """`spans`: what is copied to or from; pages between them are left alone. Default: all of it."""
+        """`spans`: the parts to pin; by default all of `memory`."""
         from ..support.device import has_cuda_context
 
         self._pinned: list[int] = []
@@ -86,7 +86,7 @@ def _cudart() -> Any:
 
 
 def pages_of(base: int, spans: Spans) -> list[tuple[int, int]]:
-    """The pages on which `spans` of the memory at `base` lie, as (start, end) of runs, none of which touch. Pure."""
+    """The pages of `spans` in the memory at `base`, as (start, end) of runs, none of which touch. Pure."""
     given = spans[spans[:, 1] > 0]
     if not len(given):
         return []

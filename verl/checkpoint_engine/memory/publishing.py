@@ -1,4 +1,4 @@
-"""The loop that copies weights out of a trainer, and digests them on the way. Backends bring the memory."""
+"""The loop that copies weights out of a trainer and digests them in the same pass. The backend supplies the memory."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from .slot import SlotView
 
 COPY_NBYTES = 16 * 2**20
-"""At most so many bytes, or one piece, are asked of a source at once."""
+"""The most bytes of one request to a source, unless one piece is larger."""
 PAST_CACHE_NBYTES = 2**18
 """Copies from this size on write past the cache."""
 
 
 def publisher_environment() -> dict[str, str]:
-    """What a process that publishes needs in its environment when it begins, beside what this one has there.
+    """Variables to add to the environment of a new process that publishes.
 
-    memcpy then writes past the cache: it need not read first what it overwrites, and several ranks of a host share its
-    memory's speed. glibc by itself does so from some hundred MiB on (https://sourceware.org/glibc/manual, tunables).
+    They make memcpy write past the cache, without first reading the memory that it overwrites: ranks of a host share
+    its memory bandwidth. glibc alone does so from some hundred MiB on (https://sourceware.org/glibc/manual, tunables).
     """
     name, given = "glibc.cpu.x86_non_temporal_threshold", os.environ.get("GLIBC_TUNABLES", "")
     if name in given:
@@ -43,35 +43,35 @@ def publisher_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run of neighbouring pieces belongs. All of it lies in one of the source's shards."""
+    """The destination of a run of neighbouring pieces, which lies in one of the source's shards."""
 
     shard: Shard
     tensor: torch.Tensor
-    """Shape of the shard's box, dtype of the spec; borrowed. Strided only if it is a single piece."""
+    """The destination: shape of the shard's box, dtype of the spec; borrowed. Strided only for a single piece."""
     pieces: range
-    """Rows of `PieceMemory.extents`."""
+    """The pieces, as rows of `PieceMemory.extents`."""
     sizes: Sequence[int]
-    """Bytes of each of them, one after the other."""
+    """The bytes of each piece, in order."""
 
 
 class PieceMemory(Protocol):
-    """Memory that has a place for every piece of one owner."""
+    """Memory with a place for every piece of one owner."""
 
     @property
     def bytes(self) -> torch.Tensor:
-        """All of it, uint8."""
+        """The whole memory, uint8."""
 
     def places(self, held: Sequence[Shard]) -> Sequence[Place]:
-        """What publishing copies and where to. `held` is what the source says that it holds."""
+        """The places to fill. `held`: the shards of the source."""
 
     @property
     def extents(self) -> Extents:
-        """Where each piece lies in `bytes`, in the order of `SyncPlan.pieces_of`."""
+        """The place of each piece in `bytes`, in the order of `SyncPlan.pieces_of`."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What one trainer rank did: where its pieces are now, the bytes that it wrote, how long the copy took.
+    """The result of one trainer rank's copy: the memory of its pieces, the bytes written, and the seconds.
 
     `memory` is borrowed from the backend until its next `send_weights` or `finalize`.
     """
@@ -80,16 +80,16 @@ class Publication:
     nbytes: int
     seconds: float
     digests: PieceDigests
-    """Of what the trainer had. Those that are missing are taken from the copy."""
+    """Digests of the trainer's own values; missing ones are computed from the copy."""
 
 
 def publish(source: WeightSource, memory: PieceMemory, deltas: DeltaWriter | None = None) -> Publication:
     """Copy every piece of an owner out of `source`, converted to the dtype of its spec. Called on the owner's rank.
 
-    `deltas`: what is overwritten is a version of the same pieces, and the difference is wanted.
+    With `deltas`, `memory` holds the base, and the difference to it is written to `deltas`.
 
-    Nobody may change the weights meanwhile. What can be done with the copy comes later: other slots, wires, and the
-    digests of pieces that the source could not show.
+    The trainer must not change the weights during this call. It leaves to later what works on the copy: other slots,
+    wires, and digests of pieces that the source could not `view`.
     """
     start_s = time.perf_counter()
     nbytes, viewable = memory.extents.nbytes, source if isinstance(source, ViewableSource) else None
@@ -111,14 +111,14 @@ def publish(source: WeightSource, memory: PieceMemory, deltas: DeltaWriter | Non
 
 
 class Aside:
-    """Memory for one tensor at a time, on the CPU or another device."""
+    """Temporary memory for one tensor at a time, on the CPU or another device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._bytes: torch.Tensor | None = None
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """With the shape and dtype of `tensor`; whatever was asked for before is gone."""
+        """A tensor with the shape and dtype of `tensor`. It overwrites the previous one."""
         import torch
 
         if self._bytes is None or self._bytes.nbytes < tensor.nbytes:
@@ -154,10 +154,10 @@ def _copy_and_digest(values: torch.Tensor, place: Place, deltas: DeltaWriter | N
 
 
 def copy_values(destination: torch.Tensor, values: torch.Tensor) -> None:
-    """What a source's `copy` does with values that lie in memory: any dtype, device and strides.
+    """Copy `values` of any dtype, device and strides to `destination`: for the `copy` of sources.
 
-    Where nothing is to be converted it is a plain memcpy, which can write past the cache (`publisher_environment`);
-    torch's own copies never do. From a CUDA device into pinned memory it is only asked for: see `await_copies`.
+    Without a conversion it is a plain memcpy, which can write past the cache (`publisher_environment`); torch's own
+    copies never do. From a CUDA device into pinned memory the copy is asynchronous: see `await_copies`.
     """
     plain = (
         values.dtype == destination.dtype
@@ -186,7 +186,7 @@ def _is_awaited(destination: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def await_copies(device: torch.device | None = None) -> None:
-    """Return when what was copied into pinned memory by this thread, off `device` or the current one, is there."""
+    """Wait for this thread's copies from `device`, by default the current one, into pinned memory."""
     import torch
 
     from ..support.device import has_cuda_context
@@ -198,10 +198,10 @@ def await_copies(device: torch.device | None = None) -> None:
 def joined_pieces(
     plan: SyncPlan, owner: int, extents: Extents, held: Sequence[Shard]
 ) -> Iterator[tuple[int, Shard, range]]:
-    """What lies back to back at `extents` and makes one box inside one of `held`, as one: (offset, shard, pieces).
+    """Join neighbouring pieces at `extents` that form one box inside one of `held`: (offset, shard, pieces), in order.
 
-    In order. Asking a source costs tens of microseconds of Python, however much it is asked for. There is a limit all
-    the same, for sources that need memory for what they copy. Pure.
+    A request to a source costs tens of microseconds of Python at any size. COPY_NBYTES limits it, for sources that
+    allocate memory for it. Pure.
     """
     boxes: dict[str, list[Box]] = {}
     for shard in held:
@@ -233,7 +233,7 @@ def _continues(before: Shard, shard: Shard) -> bool:
 
 
 class SlotPieces:
-    """The places of one owner's pieces in a node's slot: a `PieceMemory` for owners on the node's host."""
+    """One owner's pieces in a node's slot: a `PieceMemory` for owners on the node's host."""
 
     def __init__(self, slot: SlotView, plan: SyncPlan, owner: int) -> None:
         self.bytes = slot.bytes

@@ -4,7 +4,7 @@ import os
 
 
 def main(arguments: list[str], lines: list[str]) -> None:
-    """Remove all of them: files, and directories with what is in them."""
+    """Remove all paths in `arguments` and `lines`: files, and directories with their content."""
     import shutil
 
     for path in [*arguments, *lines]:

@@ -41,7 +41,7 @@ class SlotView:
             self.bytes: torch.Tensor = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor `spec` in this slot, borrowed. Writing to one from a read-only view ends the process."""
+        """The tensor `spec` in this slot, borrowed. Writing to it in a read-only view kills the process."""
         import torch
 
         offset = self.layout.offsets[self.layout.index[spec.name]]
@@ -52,11 +52,11 @@ class SlotView:
             yield spec.name, self.tensor(spec)
 
     def pin(self, spans: Spans | None = None) -> None:
-        """Pin what is at `spans`, or all of it, until `close`. See `Pinned`."""
+        """Pin the parts `spans`, or the whole slot, until `close`. See `Pinned`."""
         self._pinned = Pinned(self.bytes, spans, read_only=not self._writable)
 
     def close(self) -> None:
-        """Unmap. Tensors that still borrow the memory keep it mapped until they are gone."""
+        """Unmap the slot. Tensors that still borrow the memory keep it mapped until they are freed."""
         if self._pinned is not None:
             self._pinned.close()
         del self.bytes

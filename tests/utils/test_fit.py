@@ -14,6 +14,7 @@ from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config
 from verl.utils.model_files import weight_tensors
 from verl.workers.config import HFModelConfig
+from verl.workers.engine.fsdp.model import load_hf_config as fsdp_config
 from verl.workers.hf.fit import require_fit
 from verl.workers.hf.values import register_value_head
 
@@ -94,6 +95,13 @@ def test_what_transformers_refuses_in_a_configuration_is_told_in_one_line(tmp_pa
     with pytest.raises(ConfigError, match=said) as refused:
         load_hf_config(changed(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("load", [load_hf_config, fsdp_config])
+def test_a_dtype_that_torch_does_not_have_is_told_with_its_word(load, tmp_path):
+    write_checkpoint(ARCHITECTURES["qwen2"], tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be loaded: its dtype 'bf16' is none of torch's"):
+        load(changed(tmp_path, dtype="bf16"))
 
 
 def test_a_value_that_transformers_refuses_is_told_with_its_key(model_dir):

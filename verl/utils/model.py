@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,8 @@ WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts."""
+_NO_DTYPE = re.compile(r"module 'torch' has no attribute '(.*)'")
+"""What transformers makes of a word in `dtype`."""
 MODEL_KEY = "actor_rollout_ref.model"
 ATTENTION = "attn_implementation"
 """In `override_config` it is how the trainer computes, and no field of the config."""
@@ -112,24 +115,32 @@ def load_hf_config(model: ModelSettings) -> PretrainedConfig:
     Raises ConfigError for an architecture that transformers does not know, what it refuses in a configuration, a
     library that cannot be imported, and a field that the config does not have.
     """
-    from transformers import AutoConfig
-
     if model.external_lib:
         try:
             importlib.import_module(model.external_lib)
         except ImportError as exc:
             raise ConfigError(f"{MODEL_KEY}.external_lib={model.external_lib!r} cannot be imported: {exc}") from exc
     directory = resolve_model_path(model.path, need_tokenizer=model.tokenizer_path is None)
+    config = read_hf_config(directory, trust_remote_code=model.trust_remote_code)
+    override(config, model.override_config, f"{MODEL_KEY}.override_config")
+    return config
+
+
+def read_hf_config(directory: Path | str, *, trust_remote_code: bool) -> PretrainedConfig:
+    """The config.json of a model. Raises ConfigError with the reason if transformers does not load it."""
+    from transformers import AutoConfig
+
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as exc:  # a class of configurations may raise anything
         why = " ".join(str(exc).split())
         if "does not recognize this architecture" in why:  # how to install another transformers follows
             why = f"{why.partition('. ')[0]} (transformers {version('transformers')})"
         elif "trust_remote_code" in why:
             why = "it has code of its own (auto_map), which is run with trust_remote_code=true beside the path alone"
-        raise ConfigError(f"{directory / 'config.json'} cannot be loaded: {why}") from exc
-    override(config, model.override_config, f"{MODEL_KEY}.override_config")
+        elif found := _NO_DTYPE.fullmatch(why):
+            why = f"its dtype {found[1]!r} is none of torch's, such as bfloat16"
+        raise ConfigError(f"{Path(directory) / 'config.json'} cannot be loaded: {why}") from exc
     return config
 
 
@@ -148,7 +159,7 @@ def require_vocabulary(
     Called on the driver. The model's own tokenizer must give every token the same id, and may have more tokens; its
     embedding must have a row for each, and may have more, as models of one family differ in how far they pad it.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     expected = tokenizer.get_vocab()
     found = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code).get_vocab()
@@ -160,7 +171,7 @@ def require_vocabulary(
             f"{len(different)} of {len(expected)} tokens differ, such as {first!r}, which is {expected[first]} for the "
             f"policy and {found.get(first, 'unknown')} there"
         )
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config = read_hf_config(directory, trust_remote_code=trust_remote_code)
     rows, needed = config.get_text_config().vocab_size, 1 + max(expected.values())
     if rows < needed:
         raise ConfigError(

@@ -19,3 +19,13 @@ def test_a_registered_function_is_found_by_its_name():
 def test_an_unknown_name_is_an_error_with_the_key_and_what_is_known():
     with pytest.raises(ConfigError, match=r"section.key='x' is not registered. Known: none"):
         Registry("section.key").get("x")
+
+
+def test_of_many_names_the_nearest_three_are_told():
+    registry = Registry("section.key")
+    for number in range(150):
+        registry.register(f"ring-{number}")(number)
+    with pytest.raises(
+        ConfigError, match=r"The nearest of 150: ring-17, ring-1\d*, ring-\d+\.$"
+    ):
+        registry.get("17")

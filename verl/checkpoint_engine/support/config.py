@@ -82,12 +82,18 @@ def section(cls: type[Any], help: str = "") -> Any:
     return dataclasses.field(default_factory=cls, metadata={"help": help})
 
 
+LISTED = 40
+"""Names that an error lists whole. Of more it has the nearest three."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"`, or the sorted list of what is known when nothing is close."""
+    """`" Did you mean 'x'?"`; if no known name is close, all of them, or of many the nearest three."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {close[0]!r}?"
+    if len(known) > LISTED:
+        return f" The nearest of {len(known)}: {', '.join(difflib.get_close_matches(word, known, n=3, cutoff=0))}."
     return f" Known: {', '.join(known) or 'none'}."
 
 
@@ -95,7 +101,7 @@ def choose_from(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'x'? Known: ..."`: for names of which there are few, all of them are told."""
     known = sorted(known)
     near = did_you_mean(word, known)
-    return near if near.startswith(" Known") else f"{near} Known: {', '.join(known)}."
+    return f"{near} Known: {', '.join(known)}." if near.startswith(" Did") else near
 
 
 @cache

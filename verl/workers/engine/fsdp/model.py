@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -23,7 +22,7 @@ from transformers import (
 
 from verl.utils.config import ConfigError
 from verl.utils.language_model import auto_class, is_wrapper, language_config, sees
-from verl.utils.model import ATTENTION, override
+from verl.utils.model import ATTENTION, override, read_hf_config
 from verl.utils.pictures import PictureProcessor, load_processor
 from verl.utils.trainable import require_trainable
 from verl.workers.config import FSDPConfig, HFModelConfig
@@ -326,9 +325,7 @@ def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:
         raise ConfigError(
             f"model.path={model_config.path} is not a Hugging Face model directory: it has no config.json"
         )
-    hf_config: PretrainedConfig = AutoConfig.from_pretrained(
-        model_config.path, trust_remote_code=model_config.trust_remote_code
-    )
+    hf_config = read_hf_config(model_config.path, trust_remote_code=model_config.trust_remote_code)
     override(hf_config, model_config.override_config, "model.override_config")
     require_trainable(hf_config, f"model.path={model_config.path}")
     return hf_config

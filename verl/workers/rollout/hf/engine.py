@@ -19,13 +19,13 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.utils.config import ConfigError
 from verl.utils.language_model import auto_class, is_wrapper, language_config, sees
-from verl.utils.model import ATTENTION, override
+from verl.utils.model import ATTENTION, override, read_hf_config
 from verl.utils.pictures import Picture, PictureError, load_processor
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.checkpoint import HFCheckpoint
@@ -122,7 +122,7 @@ class HFEngine:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model, trust = self._spec.model, self._spec.model.trust_remote_code
         dtype = getattr(torch, self._spec.config.dtype)
-        self._whole: PretrainedConfig = AutoConfig.from_pretrained(model.path, trust_remote_code=trust)
+        self._whole = read_hf_config(model.path, trust_remote_code=trust)
         override(self._whole, model.override_config, "model.override_config")
         config = language_config(self._whole)
         factory: Any = auto_class(config)

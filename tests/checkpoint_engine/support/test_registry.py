@@ -25,7 +25,5 @@ def test_of_many_names_the_nearest_three_are_told():
     registry = Registry("section.key")
     for number in range(150):
         registry.register(f"ring-{number}")(number)
-    with pytest.raises(
-        ConfigError, match=r"The nearest of 150: ring-17, ring-1\d*, ring-\d+\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"The nearest of 150: ring-17, ring-1\d*, ring-\d+\.$"):
         registry.get("17")

@@ -1,9 +1,11 @@
-"""Which tests find which mutants of a package, and in what time. `make mutants` calls it.
+"""Which tests find which mutants of some packages. `make mutants` calls it.
 
 Cosmic Ray makes the mutants: each is one file with one change. It would run a command for each, which imports torch
-for seconds. Here a process that has imported all but this project forks one child for each mutant; the child imports
-the project, one file of which is the mutant, and runs the tests that reach the changed lines, each file of tests until
-its first red one.
+and collects tests for many seconds. Here one process collects all tests once, and forks a child for each mutant: it
+puts the code of the mutant into the functions that are loaded, and runs the tests that reach the changed lines, each
+file of tests until its first red one. A mutant whose change runs at import gets a child that imports the project anew.
+
+What is found is kept in build/mutants for this state of the code: a later call goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import functools
+import gc
+import hashlib
 import importlib
+import inspect
 import json
 import os
 import random
@@ -25,30 +31,35 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TextIO
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "lab" / "mutants.md"
-RESULTS = ROOT / "build" / "mutants"
 OURS = ("verl", "tests", "benchmarks", "recipe", "scripts", "examples", "conftest")
 NOT_MADE = {"VariableReplacer", "VariableInserter"}
 """Operators of Cosmic Ray that want to be told a variable."""
-PATIENCE_S = 60.0
-"""A test that takes so much longer than ten times its usual time has found the mutant by hanging."""
+PATIENCE_S = 8.0
+"""A test that takes so much longer than five times its usual time has found the mutant by hanging."""
+ENOUGH = 2
+"""So many files of tests, the quicker ones first, may find a mutant: others would add nothing."""
+QUICK_S = 5.0
+"""Files of tests that take no longer have no row of their own on the page."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
+class Place(NamedTuple):
+    """Where an operator of Cosmic Ray applies, and one of its changes there."""
+
     file: str
     line: int
-    lines: tuple[int, ...]
-    """Of the statement, without its body."""
+    column: int
     operator: str
-    source: str
+    occurrence: int
 
 
 @dataclasses.dataclass
@@ -68,16 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--mark", default="(not job)", help="which of these tests, as pytest's -m; default: %(default)s"
     )
     parser.add_argument(
-        "--sample", type=int, default=200, help="how many mutants of each package; default: %(default)s"
+        "--sample", type=int, default=200, help="how many places of these packages; default: %(default)s"
     )
-    parser.add_argument("--seed", type=int, default=0, help="which mutants; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="which places; default: %(default)s")
     parser.add_argument("--minutes", type=float, default=10, help="no new mutant after them; default: %(default)s")
     parser.add_argument(
-        "--seconds", type=float, default=20, help="of tests, usually, for a mutant; default: %(default)s"
+        "--seconds",
+        type=float,
+        default=5,
+        help="of tests, usually, for a mutant; default: %(default)s. With more, what has survived is tried again",
     )
     parser.add_argument("--workers", type=int, default=2, help="mutants at a time; default: %(default)s")
-    parser.add_argument("--every-test", action="store_true", help="go on in a file after its first red test")
-    parser.add_argument("--no-page", action="store_true", help="leave docs/lab/mutants.md as it is")
+    parser.add_argument("--page", action="store_true", help="write docs/lab/mutants.md")
     options = parser.parse_args(arguments)
     packages = [package.rstrip("/") for package in options.packages]
     for package in packages:
@@ -88,36 +101,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tests = options.tests or sorted({tests_of(package) for package in packages})
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         trees = [copied_tree(Path(directory, f"tree-{number}")) for number in range(options.workers)]
+        kept = ROOT / "build" / "mutants" / digest(trees[0], *packages, *tests, options.mark)
+        kept.mkdir(parents=True, exist_ok=True)
         enter(trees[0])
         preload(trees[0], tests, options.mark)
-        usual = usual_runs(trees[0], packages, tests, options.mark)
-        for number, package in enumerate(packages):
-            mutants = sampled(package, options.sample, options.seed)
-            share_s = max(0.0, ends - time.monotonic()) / (len(packages) - number)
-            found = tried(trees, mutants, usual, options, time.monotonic() + share_s)
-            tell(package, found, len(mutants), usual, options)
+        usual = usual_runs(trees[0], kept / "usual.json", packages, tests, options.mark)
+        places = sampled(packages, options.sample, options.seed)
+        work(trees, kept / "found.jsonl", places, usual, options, ends)
+    found = {place: one for place, one in read(kept / "found.jsonl").items() if place in set(places)}
+    for place, one in found.items():
+        if not one["found_by"]:
+            print(f"survived: {place.file}:{place.line} {place.operator}: {one['was']}  ->  {one['now']}")
+    told = table(packages, found, usual)
+    print(f"{told}\nall of it: {kept.relative_to(ROOT)}")
+    if options.page:
+        PAGE.write_text(BEGIN + told)
     return 0
 
 
-def tell(
-    package: str, found: list[dict[str, Any]], wanted: int, usual: dict[str, Usual], options: argparse.Namespace
-) -> None:
-    """On the console, in a file, and on the page."""
-    print(f"{package}: {len(found)} of {wanted} mutants tried, {sum(bool(one['found_by']) for one in found)} found")
-    for one in found:
-        if not one["found_by"]:
-            print(f"survived: {one['file']}:{one['line']} {one['operator']}: {one['was']}  ->  {one['now']}")
-    seconds = {
-        name: round(run.seconds, 3)
-        for name, run in usual.items()
-        if any(file == package or file.startswith(f"{package}/") for file in run.lines)
-    }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    kept = RESULTS / f"{package.replace('/', '.')}-{options.seed}.json"
-    kept.write_text(json.dumps({"mutants": found, "seconds": seconds}, indent=1))
-    print(f"all of it: {kept.relative_to(ROOT)}")
-    if found and not options.no_page:
-        write_page(package, options.seed, found, seconds)
+def digest(tree: Path, *more: str) -> str:
+    """Of all code but that of scripts, and of what is asked for."""
+    state = hashlib.sha256("\0".join(more).encode())
+    for file in sorted(tree.rglob("*.py")):
+        name = file.relative_to(tree)
+        if name.parts[0] in OURS and "scripts" not in name.parts:
+            state.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\0".encode())
+    return state.hexdigest()[:16]
+
+
+def read(file: Path) -> dict[Place, dict[str, Any]]:
+    """What was found of each place; the last try counts."""
+    lines = file.read_text().splitlines() if file.exists() else ()
+    return {Place(*one["place"]): one for one in map(json.loads, lines)}
 
 
 def tests_of(package: str) -> str:
@@ -159,7 +174,7 @@ class Child:
         if not self.pid:
             status = 1
             try:
-                os.setsid()
+                os.setpgrp()
                 os.close(reading)
                 with log.open("w") as output:
                     os.dup2(output.fileno(), 1)
@@ -173,16 +188,15 @@ class Child:
         os.close(writing)
         self._lines = os.fdopen(reading, "rb", buffering=0)
 
-    def events(self, patience_s: Callable[[], float]) -> Iterator[dict[str, Any] | None]:
-        """Each event; None at last, if none came for so long. Afterwards all processes of its session are gone."""
+    def events(self, patience_s: Callable[[], float | None]) -> Iterator[dict[str, Any] | None]:
+        """Each event; None at last, if none came for so long, or it died. Afterwards its process group is gone."""
         rest = b""
         try:
             while True:
-                if not select.select([self._lines], [], [], patience_s())[0]:
-                    yield None
-                    return
-                got = self._lines.read(1 << 16)
+                ready = select.select([self._lines], [], [], patience_s())[0]
+                got = self._lines.read(1 << 16) if ready else b""
                 if not got:
+                    yield None
                     return
                 *whole, rest = (rest + got).split(b"\n")
                 for line in whole:
@@ -197,9 +211,10 @@ class Child:
 
 
 def pytest_in_child(arguments: Sequence[str], plugin: object) -> None:
+    hypothesis.settings.register_profile("mutants", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
     base = Path(os.environ["TMPDIR"], "pytest")
-    flags = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", f"--basetemp={base}"]
-    pytest.main([*flags, *arguments], plugins=[plugin])
+    flags = f"-q -p no:cacheprovider -p no:xdist --hypothesis-seed=0 --hypothesis-profile=mutants --basetemp={base}"
+    pytest.main([*flags.split(), *arguments], plugins=[plugin])
 
 
 def preload(tree: Path, tests: Sequence[str], mark: str) -> None:
@@ -258,18 +273,18 @@ class Watched:
         }
 
 
-def usual_runs(tree: Path, packages: Sequence[str], tests: Sequence[str], mark: str) -> dict[str, Usual]:
+def usual_runs(tree: Path, kept: Path, packages: Sequence[str], tests: Sequence[str], mark: str) -> dict[str, Usual]:
     """Every test once, on the code as it is. A test that is red then is left out."""
 
     def watch(events: TextIO) -> None:
         watched = Watched(packages)
         pytest_in_child(["-m", mark, *tests], watched)
-        print(json.dumps({"seconds": watched.seconds, "lines": watched.lines()}), file=events)
+        kept.write_text(json.dumps({"seconds": watched.seconds, "lines": watched.lines()}))
 
     log = tree.parent / "usual.log"
-    found = next(Child(watch, log).events(lambda: 3600), None)
-    if found is None:
+    if not kept.exists() and None in Child(watch, log).events(lambda: 3600):
         raise RuntimeError(f"the tests did not run: {log.read_text()[-2000:]}")
+    found = json.loads(kept.read_text())
     usual = {test: Usual(seconds) for test, seconds in found["seconds"].items()}
     in_file: dict[str, list[str]] = defaultdict(list)
     for test in usual:
@@ -287,37 +302,38 @@ def usual_runs(tree: Path, packages: Sequence[str], tests: Sequence[str], mark: 
     return usual
 
 
-def sampled(package: str, number: int, seed: int) -> list[Mutant]:
-    """That many of the places where an operator of Cosmic Ray applies, with one of its changes each."""
+def sampled(packages: Sequence[str], number: int, seed: int) -> list[Place]:
+    """That many places, in an order that does not depend on the number, with one change each."""
     from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.mutating import MutationVisitor
+
+    at: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+    files = [path for name in packages for path in ([Path(name)] if Path(name).is_file() else Path(name).rglob("*.py"))]
+    for file in sorted(set(files)):
+        nodes = list(ast_nodes(get_ast(file.read_text())))
+        for name, operator in operators().items():
+            positions = (position for node in nodes for position in operator.mutation_positions(node))
+            for occurrence, position in enumerate(positions):
+                places = at[str(file), tuple(map(tuple, position)), name.split("_")[0]]
+                places.append(Place(str(file), position[0][0], position[0][1], name, occurrence))
+    chance = random.Random(seed)
+    return [chance.choice(at[place]) for place in chance.sample(sorted(at), len(at))[:number]]
+
+
+@functools.cache
+def operators() -> dict[str, Any]:
     from cosmic_ray.operators.provider import OperatorProvider
 
     provider = OperatorProvider()
-    operators = {name: provider[name]() for name in provider if name not in NOT_MADE}
-    path = Path(package)
-    files = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    places: dict[tuple[Any, ...], list[tuple[str, int]]] = defaultdict(list)
-    for file in files:
-        nodes = list(ast_nodes(get_ast(file.read_text())))
-        for name, operator in operators.items():
-            positions = (position for node in nodes for position in operator.mutation_positions(node))
-            for occurrence, position in enumerate(positions):
-                places[str(file), tuple(map(tuple, position)), name.split("_")[0]].append((name, occurrence))
-    chance = random.Random(seed)
-    mutants: list[Mutant] = []
-    for place in chance.sample(sorted(places), len(places)):
-        name, occurrence = chance.choice(places[place])
-        file = Path(place[0])
-        source = file.read_text()
-        mutated = MutationVisitor.mutate_code(source, operators[name], occurrence)
-        if mutated is not None and differs(source, mutated):
-            line = place[1][0][0]
-            mutants.append(Mutant(str(file), line, statement(source, line), name, mutated))
-        if len(mutants) == number:
-            break
-    print(f"{len(mutants)} mutants of {len(places)} places in {len(files)} files")
-    return mutants
+    return {name: provider[name]() for name in provider if name not in NOT_MADE}
+
+
+def made(place: Place) -> str | None:
+    """The file with that change. None if it is no program, or the same one."""
+    from cosmic_ray.mutating import MutationVisitor
+
+    source = Path(place.file).read_text()
+    mutated = MutationVisitor.mutate_code(source, operators()[place.operator], place.occurrence)
+    return mutated if mutated is not None and differs(source, mutated) else None
 
 
 def differs(source: str, mutated: str) -> bool:
@@ -340,43 +356,47 @@ def differs(source: str, mutated: str) -> bool:
             return False
 
 
-def statement(source: str, line: int) -> tuple[int, ...]:
+def statement(source: str, line: int) -> set[int]:
     holders = [
         node
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
     if not holders:
-        return (line,)
+        return {line}
     inner = max(holders, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
     body = getattr(inner, "body", None)
     last = body[0].lineno - 1 if body else inner.end_lineno or line
-    return tuple(range(inner.lineno, max(last, inner.lineno, line) + 1))
+    return set(range(inner.lineno, max(last, inner.lineno, line) + 1))
 
 
-def reaching(mutant: Mutant, usual: dict[str, Usual], seconds: float) -> list[list[str]]:
-    """The tests that run its lines, by file, quick files first; of long files the quick tests, as far as `seconds` go.
+def reaching(file: str, lines: set[int], usual: Mapping[str, Usual], seconds: float) -> tuple[list[list[str]], int]:
+    """The tests that run these lines, by file, quick files first, and how many more there are than `seconds` allow.
 
-    Lines that run as the module is imported, and those of functions that numba compiles, are reached by all that run
-    any of it.
+    Of every file the quickest test is taken, then the next one of each. Lines that run as the module is imported, and
+    those of functions that numba compiles, are reached by all that run any of it.
     """
-    tests = [name for name, run in usual.items() if run.lines.get(mutant.file, set()) & set(mutant.lines)]
+    tests = [name for name, run in usual.items() if run.lines.get(file, set()) & lines]
     if not tests:
-        tests = [name for name, run in usual.items() if run.lines.get(mutant.file)]
-    total = 0.0
-    chosen: dict[str, list[str]] = defaultdict(list)
+        tests = [name for name, run in usual.items() if run.lines.get(file)]
+    of_file: dict[str, list[str]] = defaultdict(list)
     for name in sorted(tests, key=lambda name: usual[name].seconds):
-        total += usual[name].seconds
-        if total <= seconds:
+        of_file[name.split("::")[0]].append(name)
+    turns = [(turn, usual[name].seconds, name) for names in of_file.values() for turn, name in enumerate(names)]
+    chosen: dict[str, list[str]] = defaultdict(list)
+    for _, duration, name in sorted(turns):
+        if duration <= seconds:
+            seconds -= duration
             chosen[name.split("::")[0]].append(name)
-    return sorted(chosen.values(), key=lambda names: sum(usual[name].seconds for name in names))
+    files = sorted(chosen.values(), key=lambda names: sum(usual[name].seconds for name in names))
+    return files, len(tests) - sum(map(len, files))
 
 
 class Judge:
     """In the child of a mutant: which tests run, in which order, and what is told of them."""
 
-    def __init__(self, files: list[list[str]], events: TextIO, every_test: bool) -> None:
-        self._files, self._events, self._every_test = files, events, every_test
+    def __init__(self, files: list[list[str]], events: TextIO) -> None:
+        self._files, self._events = files, events
         self._red: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
@@ -391,7 +411,7 @@ class Judge:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         file = item.nodeid.split("::")[0]
-        if file in self._red and not self._every_test:
+        if file in self._red or len(self._red) >= ENOUGH:
             with contextlib.suppress(BaseException):
                 item.session._setupstate.teardown_exact(nextitem)
             return True
@@ -411,127 +431,220 @@ class Judge:
         print(json.dumps({"red": test}), file=self._events)
 
 
-def judged(files: list[list[str]], usual: dict[str, Usual], every_test: bool) -> list[str]:
-    """The tests of these files that are red, each file up to its first; one that hangs is red."""
+def judged(run: Callable[[TextIO], None], usual: Mapping[str, Usual]) -> list[str]:
+    """The tests that are red in a child, each file up to its first; one that hangs or ends the child is the last."""
     found: set[str] = set()
-    while files:
-        now = files[0][0]
-
-        def run(events: TextIO, files: list[list[str]] = files) -> None:
-            sys.dont_write_bytecode = True
-            names = [names[0].split("::")[0] for names in files]
-            pytest_in_child(["--continue-on-collection-errors", *names], Judge(files, events, every_test))
-
-        hung = False
-        for event in Child(run, Path(os.environ["TMPDIR"], "mutant.log")).events(
-            lambda: PATIENCE_S + 10 * usual[now].seconds  # noqa: B023 it is of the test that runs
-        ):
-            if event is None:
-                hung = True
-            elif "starts" in event:
-                now = event["starts"]
-            else:
-                found.add(event["red"])
-        if not hung:
-            break
-        found.add(now)
-        done = next(number for number, names in enumerate(files) if names[0].split("::")[0] == now.split("::")[0])
-        files = files[done + 1 :]
+    now = "collection"
+    for event in Child(run, Path(os.environ["TMPDIR"], "mutant.log")).events(
+        lambda: PATIENCE_S + 5 * (usual[now].seconds if now in usual else PATIENCE_S)  # noqa: B023 of what runs
+    ):
+        if event is None:
+            found.add(now)
+        elif "starts" in event:
+            now = event["starts"]
+        else:
+            found.add(event["red"])
     return sorted(found)
 
 
-def tried(
-    trees: Sequence[Path], mutants: list[Mutant], usual: dict[str, Usual], options: argparse.Namespace, ends: float
-) -> list[dict[str, Any]]:
-    """Each tree takes its share of the mutants until the time is over."""
-    children = []
-    shares = [mutants[number :: len(trees)] for number in range(len(trees))]
-    for number, (tree, share) in enumerate(zip(trees, shares, strict=True)):
+def judged_anew(files: list[list[str]], usual: Mapping[str, Usual]) -> list[str]:
+    """With the project imported in the child."""
 
-        def work(events: TextIO, tree: Path = tree, share: list[Mutant] = share) -> None:
+    def run(events: TextIO) -> None:
+        sys.dont_write_bytecode = True
+        names = [names[0].split("::")[0] for names in files]
+        pytest_in_child(["--continue-on-collection-errors", *names], Judge(files, events))
+
+    return judged(run, usual)
+
+
+class Collected:
+    """In a process that has collected all tests: answers requests to judge a mutant with the functions that are loaded.
+
+    A request is a line: the tests by file, the file that is the mutant now, and what was there. The answer is None if
+    what has changed runs at import.
+    """
+
+    def __init__(self, requests: TextIO, answers: TextIO, usual: Mapping[str, Usual]) -> None:
+        self._requests, self._answers, self._usual = requests, answers, usual
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        functions: dict[str, list[FunctionType]] = defaultdict(list)
+        for function in (thing for thing in gc.get_objects() if isinstance(thing, FunctionType)):
+            functions[function.__code__.co_filename].append(function)
+        for line in self._requests:
+            files, name, was = json.loads(line)
+            file = str(Path(name).resolve())
+            new = replacements(compile(was, file, "exec"), compile(Path(file).read_text(), file, "exec"))
+            found = None
+            if new is not None:
+                codes = [(one, new[one.__code__]) for one in functions[file] if one.__code__ in new]
+                if codes or not functions[file]:
+                    found = judged(functools.partial(self._run, session, files, codes), self._usual)
+            print(json.dumps({"found": found}), file=self._answers)
+        return True
+
+    def _run(
+        self,
+        session: pytest.Session,
+        files: list[list[str]],
+        codes: list[tuple[FunctionType, CodeType]],
+        events: TextIO,
+    ) -> None:
+        for function, code in codes:
+            function.__code__ = code
+        judge = Judge(files, events)
+        session.config.pluginmanager.register(judge)
+        judge.pytest_collection_modifyitems(session, session.items)
+        for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+def replacements(was: CodeType, now: CodeType) -> dict[CodeType, CodeType] | None:
+    """For each function that has changed, its code. None if what runs at import has changed."""
+    new: dict[CodeType, CodeType] = {}
+
+    def alike(was: Any, now: Any) -> bool:
+        if not isinstance(was, CodeType) or not isinstance(now, CodeType):
+            return type(was) is type(now) and was == now
+        function = bool(was.co_flags & inspect.CO_OPTIMIZED) and not was.co_name.startswith("<")
+        if function and was != now:
+            new[was] = now
+        inside = len(was.co_consts) == len(now.co_consts) and all(
+            alike(one, other) for one, other in zip(was.co_consts, now.co_consts, strict=True)
+        )
+        return function or (inside and was.co_code == now.co_code and was.co_names == now.co_names)
+
+    return new if alike(was, now) else None
+
+
+def work(
+    trees: Sequence[Path],
+    kept: Path,
+    places: Sequence[Place],
+    usual: Mapping[str, Usual],
+    options: argparse.Namespace,
+    ends: float,
+) -> None:
+    """Each tree takes its share of the places until the time is over, and adds what is found to the file."""
+    known = read(kept)
+    left = [
+        place
+        for place in places
+        if place not in known
+        or (known[place]["left"] and not known[place]["found_by"] and known[place]["seconds"] < options.seconds)
+    ]
+    children = []
+    for number, tree in enumerate(trees):
+
+        def share(events: TextIO, tree: Path = tree, number: int = number) -> None:
             enter(tree)
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant of the same second and size would be the one before
-            for mutant in share:
-                if time.monotonic() > ends:
-                    break
-                print(json.dumps(result(tree, mutant, usual, options)), file=events)
+            requests, ask = os.pipe()
 
-        children.append(Child(work, tree.parent / f"worker-{number}.log"))
-    return [event for child in children for event in child.events(lambda: 3600) if event is not None]
+            def collect(answers: TextIO) -> None:
+                os.close(ask)
+                with os.fdopen(requests) as lines:
+                    tests = sorted({test.split("::")[0] for test in usual})
+                    pytest_in_child(["-s", *tests], Collected(lines, answers, usual))
+
+            collected = Child(collect, tree.parent / f"collected-{number}.log")
+            os.close(requests)
+            answers = collected.events(lambda: None)
+            with kept.open("a", buffering=1) as results, os.fdopen(ask, "w", buffering=1) as asking:
+                for place in left[number :: len(trees)]:
+                    mutant = made(place) if time.monotonic() < ends else None
+                    if mutant is not None:
+                        one = result(place, mutant, usual, options.seconds, asking, answers)
+                        print(json.dumps(one), file=results)
+
+        children.append(Child(share, tree.parent / f"worker-{number}.log"))
+    for child in children:
+        for _ in child.events(lambda: None):
+            raise RuntimeError("a worker died")
 
 
-def result(tree: Path, mutant: Mutant, usual: dict[str, Usual], options: argparse.Namespace) -> dict[str, Any]:
+def result(
+    place: Place,
+    mutant: str,
+    usual: Mapping[str, Usual],
+    seconds: float,
+    asking: TextIO,
+    answers: Iterator[dict[str, Any] | None],
+) -> dict[str, Any]:
     started = time.monotonic()
-    file = tree / mutant.file
+    file = Path(place.file)
     source = file.read_text()
-    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
-        compiled.unlink()
-    files = reaching(mutant, usual, options.seconds)
-    file.write_text(mutant.source)
-    try:
-        found = judged(files, usual, options.every_test)
-    finally:
-        file.write_text(source)
-    was, now = (lines[0] if lines else "" for lines in changed(source, mutant.source))
+    files, left = reaching(place.file, statement(source, place.line), usual, seconds)
+    found: list[str] | None = []
+    if files:
+        for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
+            compiled.unlink()
+        file.write_text(mutant)
+        try:
+            print(json.dumps([files, place.file, source]), file=asking)
+            found = (next(answers) or {})["found"]
+            if found is None:
+                found = judged_anew(files, usual)
+        finally:
+            file.write_text(source)
+    was, now = (text.splitlines()[place.line - 1].strip() for text in (source, mutant))
     return {
-        "file": mutant.file,
-        "line": mutant.line,
-        "operator": mutant.operator,
-        "was": was.strip(),
-        "now": now.strip(),
+        "place": place,
+        "was": was,
+        "now": now,
         "tests": sum(map(len, files)),
+        "left": left,
+        "seconds": seconds,
         "found_by": found,
-        "took_s": round(time.monotonic() - started, 1),
+        "took_s": round(time.monotonic() - started, 2),
     }
-
-
-def changed(source: str, mutated: str) -> tuple[list[str], list[str]]:
-    before, after = source.splitlines(), mutated.splitlines()
-    while before and after and before[0] == after[0]:
-        del before[0], after[0]
-    while before and after and before[-1] == after[-1]:
-        del before[-1], after[-1]
-    return before, after
 
 
 BEGIN = """# Mutants
 
-Which tests find which faults. `make mutants PACKAGE=...` writes the section of that package: Cosmic Ray changes one
-place of the code, and the tests that reach it run. Seconds are those of the tests that reach the package, watched.
+Which faults the quick tests find, and which files of tests find them: for people who add or remove tests. Cosmic Ray
+changes one place of the code, and the tests that reach it run, as far as the seconds for a mutant go.
+`make mutants PACKAGE="..." ARGS=--page` writes this page.
+
 """
 
 
-def write_page(package: str, seed: int, found: list[dict[str, Any]], seconds: dict[str, float]) -> None:
-    """Puts the section of the package into the page, and leaves the others."""
-    _, *sections = (PAGE.read_text() if PAGE.exists() else BEGIN).split("\n## ")
-    sections = [one for one in sections if one.split("\n")[0] != f"`{package}`"]
-    sections.append(section(package, seed, found, seconds))
-    PAGE.write_text("\n## ".join([BEGIN, *(one.strip("\n") + "\n" for one in sorted(sections))]))
-
-
-def section(package: str, seed: int, found: list[dict[str, Any]], seconds: dict[str, float]) -> str:
-    files_of = [{test.split("::")[0] for test in one["found_by"]} for one in found]
-    finds, alone = (
-        Counter(file for files in files_of for file in files),
-        Counter(next(iter(files)) for files in files_of if len(files) == 1),
-    )
+def table(packages: Sequence[str], found: Mapping[Place, dict[str, Any]], usual: Mapping[str, Usual]) -> str:
     took: dict[str, float] = defaultdict(float)
-    for test, duration in seconds.items():
-        took[test.split("::")[0]] += duration
-    number, reached = sum(map(bool, files_of)), sum(bool(one["tests"]) for one in found)
-    lines = [
-        f"`{package}`",
-        "",
-        f"{len(found)} mutants (seed {seed}): {number} found, {len(found) - reached} that no test of these reaches.",
-        "",
-        "| test file | seconds | mutants found | that only it finds |",
-        "|---|---:|---:|---:|",
-        *(
-            f"| `{file}` | {took[file]:.1f} | {finds[file]} | {alone[file]} |"
-            for file in sorted(took, key=lambda file: (-alone[file], -finds[file], file))
-        ),
-    ]
-    return "\n".join(lines)
+    for test, run in usual.items():
+        took[test.split("::")[0]] += run.seconds
+    finds, alone = Counter[str](), Counter[str]()
+    rows = {name: [0] * 5 for name in ("all", *packages)}
+    for place, one in found.items():
+        files = {test.split("::")[0] for test in one["found_by"]}
+        finds.update(files)
+        alone.update(files if len(files) == 1 else ())
+        quick = any(took[file] <= QUICK_S for file in files)
+        for name, row in rows.items():
+            if name == "all" or place.file == name or place.file.startswith(f"{name}/"):
+                for column, counts in enumerate((True, files, quick, not one["tests"], not files and one["left"])):
+                    row[column] += bool(counts)
+    slow = sorted((file for file in took if took[file] > QUICK_S), key=lambda file: (-alone[file], -finds[file], file))
+    return "\n".join(
+        [
+            f"| package | mutants | found | by a file of at most {QUICK_S:.0f} s | no test reaches | "
+            "survived, some tests not tried |",
+            "|---|---:|---:|---:|---:|---:|",
+            *(f"| `{name}` | {' | '.join(map(str, row))} |" for name, row in rows.items()),
+            "",
+            f"Files of tests that take more than {QUICK_S:.0f} s:",
+            "",
+            "| test file | seconds | mutants found | that only it finds |",
+            "|---|---:|---:|---:|",
+            *(f"| `{file}` | {took[file]:.0f} | {finds[file]} | {alone[file]} |" for file in slow if finds[file]),
+            "",
+            "And those that find none of these mutants: "
+            + (", ".join(f"`{file}` ({took[file]:.0f} s)" for file in slow if not finds[file]) or "none")
+            + ".",
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 import pytest
 
 from scripts import mutants
-from scripts.mutants import Mutant, Usual
+from scripts.mutants import Place, Usual
 
 SOURCE = """
 def half(number: int | None) -> int:
@@ -25,17 +25,16 @@ def test_a_mutant_is_a_program_that_does_something_else(was, now, differs):
 
 
 def test_a_test_reaches_a_mutant_if_it_runs_that_statement_or_what_the_import_runs():
-    assert [mutants.statement(SOURCE, line) for line in (3, 4)] == [(3,), (4,)]
+    assert [mutants.statement(SOURCE, line) for line in (3, 4)] == [{3}, {4}]
     usual = {
         "a.py::slow": Usual(3.0, {"half.py": {3, 5}}),
         "b.py::quick": Usual(0.1, {"half.py": {3, 4}}),
         "c.py::other": Usual(0.1, {"other.py": {4}}),
     }
-    at = {line: Mutant("half.py", line, (line,), "", "") for line in (3, 4, 1)}
-    assert mutants.reaching(at[3], usual, 20) == [["b.py::quick"], ["a.py::slow"]]
-    assert mutants.reaching(at[3], usual, 1) == [["b.py::quick"]]
-    assert mutants.reaching(at[4], usual, 20) == [["b.py::quick"]]
-    assert mutants.reaching(at[1], usual, 20) == [["b.py::quick"], ["a.py::slow"]]
+    assert mutants.reaching("half.py", {3}, usual, 20) == ([["b.py::quick"], ["a.py::slow"]], 0)
+    assert mutants.reaching("half.py", {3}, usual, 1) == ([["b.py::quick"]], 1)
+    assert mutants.reaching("half.py", {4}, usual, 20) == ([["b.py::quick"]], 0)
+    assert mutants.reaching("half.py", {1}, usual, 20) == ([["b.py::quick"], ["a.py::slow"]], 0)
 
 
 @pytest.fixture
@@ -47,15 +46,18 @@ def tree(tmp_path, monkeypatch):
 
 def judged(*files):
     chosen = [[f"{file}::{name}" for name in names] for file, *names in files]
-    return mutants.judged(chosen, {name: Usual(0.0) for names in chosen for name in names}, every_test=False)
+    return mutants.judged_anew(chosen, {name: Usual(0.0) for names in chosen for name in names})
 
 
-def test_each_file_runs_up_to_its_first_red_test(tree):
+def test_each_file_runs_up_to_its_first_red_test_until_two_files_are_red(tree):
     (tree / "test_a.py").write_text("def test_ok(): pass\ndef test_red(): assert 0\ndef test_red_too(): assert 0\n")
     (tree / "test_b.py").write_text("import nothing_of_this_name\ndef test_of_it(): pass\n")
     (tree / "test_c.py").write_text("def test_not_chosen(): assert 0\ndef test_chosen(): pass\n")
+    (tree / "test_d.py").write_text("def test_red(): assert 0\n")
+    chosen, red = ("test_c.py", "test_chosen"), ("test_d.py", "test_red")
     files = [("test_a.py", "test_ok", "test_red", "test_red_too"), ("test_b.py", "test_of_it")]
-    assert judged(*files, ("test_c.py", "test_chosen")) == ["test_a.py::test_red", "test_b.py"]
+    assert judged(chosen, *files, red) == ["test_a.py::test_red", "test_b.py"]
+    assert judged(chosen, files[0], red) == ["test_a.py::test_red", "test_d.py::test_red"]
 
 
 def test_a_test_that_hangs_is_red_and_ends(tree, monkeypatch):
@@ -64,16 +66,32 @@ def test_a_test_that_hangs_is_red_and_ends(tree, monkeypatch):
     assert judged(("test_a.py", "test_hangs")) == ["test_a.py::test_hangs"]
 
 
-def test_the_page_keeps_the_sections_of_other_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(mutants, "PAGE", tmp_path / "mutants.md")
-    found = [
-        {"found_by": ["tests/a.py::one", "tests/a.py::two"], "tests": 3},
-        {"found_by": ["tests/a.py::one", "tests/b.py::one"], "tests": 3},
-        {"found_by": [], "tests": 0},
+@pytest.mark.parametrize(
+    ("was", "now", "functions"),
+    [
+        ("// 2", "* 2", ["half"]),
+        ("(number: int | None)", "(number: int | None = 1)", None),
+        ("def half", "LIMIT = 1\n\ndef half", None),
+    ],
+)
+def test_a_mutant_within_a_function_needs_no_import(was, now, functions):
+    codes = [compile(source, "half.py", "exec") for source in (SOURCE, SOURCE.replace(was, now))]
+    new = mutants.replacements(*codes)
+    assert functions == (new if new is None else [code.co_name for code in new])
+
+
+def test_the_table_has_a_row_for_each_package_and_for_each_long_file():
+    usual = {"tests/a.py::one": Usual(7.0), "tests/a.py::two": Usual(0.5), "tests/b.py::one": Usual(2.0)}
+    by = [["tests/a.py::one", "tests/a.py::two"], ["tests/a.py::one", "tests/b.py::one"], []]
+    found = {
+        Place(f"verl/{name}/x.py", line, 0, "AddNot", 0): {"found_by": tests, "tests": 3 * bool(tests), "left": 0}
+        for line, (name, tests) in enumerate(zip("aab", by, strict=True))
+    }
+    lines = mutants.table(["verl/a", "verl/b"], found, usual).splitlines()
+    assert lines[2:5] == [
+        "| `all` | 3 | 2 | 1 | 1 | 0 |",
+        "| `verl/a` | 2 | 2 | 1 | 0 | 0 |",
+        "| `verl/b` | 1 | 0 | 0 | 1 | 0 |",
     ]
-    for package in ("verl/b", "verl/a", "verl/b"):
-        mutants.write_page(package, 7, found, {"tests/a.py::one": 1.0, "tests/a.py::two": 0.5, "tests/b.py::one": 2.0})
-    text = mutants.PAGE.read_text()
-    assert [line for line in text.splitlines() if line.startswith("#")] == ["# Mutants", "## `verl/a`", "## `verl/b`"]
-    assert text.count("3 mutants (seed 7): 2 found, 1 that no test of these reaches.") == 2
-    assert text.count("| `tests/a.py` | 1.5 | 2 | 1 |\n| `tests/b.py` | 2.0 | 1 | 0 |\n") == 2
+    assert "| `tests/a.py` | 8 | 2 | 1 |" in lines
+    assert not any("tests/b.py" in line for line in lines)

@@ -373,8 +373,8 @@ def statement(source: str, line: int) -> set[int]:
 def reaching(file: str, lines: set[int], usual: Mapping[str, Usual], seconds: float) -> tuple[list[list[str]], int]:
     """The tests that run these lines, by file, quick files first, and how many more there are than `seconds` allow.
 
-    Of every file the quickest test is taken, then the next one of each. Lines that run as the module is imported, and
-    those of functions that numba compiles, are reached by all that run any of it.
+    Of every file the quickest test is taken, then the next one of each. Lines that nothing runs in
+    this process, as an import, a child or a function that numba compiled may do, are tried with all that run the file.
     """
     tests = [name for name, run in usual.items() if run.lines.get(file, set()) & lines]
     if not tests:
@@ -575,7 +575,8 @@ def result(
     started = time.monotonic()
     file = Path(place.file)
     source = file.read_text()
-    files, left = reaching(place.file, statement(source, place.line), usual, seconds)
+    lines = statement(source, place.line)
+    files, left = reaching(place.file, lines, usual, seconds)
     found: list[str] | None = []
     if files:
         for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
@@ -593,6 +594,7 @@ def result(
         "place": place,
         "was": was,
         "now": now,
+        "runs": any(lines & run.lines.get(place.file, set()) for run in usual.values()),
         "tests": sum(map(len, files)),
         "left": left,
         "seconds": seconds,
@@ -623,12 +625,14 @@ def table(packages: Sequence[str], found: Mapping[Place, dict[str, Any]], usual:
         quick = any(took[file] <= QUICK_S for file in files)
         for name, row in rows.items():
             if name == "all" or place.file == name or place.file.startswith(f"{name}/"):
-                for column, counts in enumerate((True, files, quick, not one["tests"], not files and one["left"])):
+                for column, counts in enumerate(
+                    (True, files, quick, not files and not one["runs"], not files and one["left"])
+                ):
                     row[column] += bool(counts)
     slow = sorted((file for file in took if took[file] > QUICK_S), key=lambda file: (-alone[file], -finds[file], file))
     return "\n".join(
         [
-            f"| package | mutants | found | by a file of at most {QUICK_S:.0f} s | no test reaches | "
+            f"| package | mutants | found | by a file of at most {QUICK_S:.0f} s | survived, no test runs it | "
             "survived, some tests not tried |",
             "|---|---:|---:|---:|---:|---:|",
             *(f"| `{name}` | {' | '.join(map(str, row))} |" for name, row in rows.items()),

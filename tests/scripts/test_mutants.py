@@ -84,7 +84,7 @@ def test_the_table_has_a_row_for_each_package_and_for_each_long_file():
     usual = {"tests/a.py::one": Usual(7.0), "tests/a.py::two": Usual(0.5), "tests/b.py::one": Usual(2.0)}
     by = [["tests/a.py::one", "tests/a.py::two"], ["tests/a.py::one", "tests/b.py::one"], []]
     found = {
-        Place(f"verl/{name}/x.py", line, 0, "AddNot", 0): {"found_by": tests, "tests": 3 * bool(tests), "left": 0}
+        Place(f"verl/{name}/x.py", line, 0, "AddNot", 0): {"found_by": tests, "runs": bool(tests), "left": 0}
         for line, (name, tests) in enumerate(zip("aab", by, strict=True))
     }
     lines = mutants.table(["verl/a", "verl/b"], found, usual).splitlines()

@@ -1,8 +1,8 @@
-"""Weights from trainers to rollout engines as transactions. See docs/architecture.md.
+"""Move weights from trainers to rollout engines in transactions. See docs/architecture.md.
 
     config = CheckpointEngineConfig.from_mapping({"backend": "naive"})
     ranks = [TrainerRank(rank, source, config) for rank, source in enumerate(sources)]     # or ports to where they run
-    node = RolloutNode(0, config, job="my-job", shm_dir=Path("/dev/shm"))                  # likewise
+    node = RolloutNode(0, config, job="my-job", shm_dir=Path("/dev/shm"))                  # or its port
 
     manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=[node])
     await manager.add_replicas(replicas)

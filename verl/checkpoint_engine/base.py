@@ -1,4 +1,4 @@
-"""The names that verl has here."""
+"""The names that verl's `verl.checkpoint_engine.base` has."""
 
 from __future__ import annotations
 

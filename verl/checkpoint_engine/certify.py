@@ -1,12 +1,12 @@
-"""Prove that a model's weights reach vLLM whole: run before a new architecture is trained.
+"""Prove that a model's weights reach vLLM complete. Run it before you train a new architecture.
 
     python -m verl.checkpoint_engine.certify --model DIR
 
 A real engine starts from dummy weights and gets three versions through the checkpoint engine: the model's, another one,
-and the model's again. After each, every tensor that vLLM computes with is compared, bit for bit, with what vLLM loads
-from disk, and greedy tokens with Hugging Face's. Needs vLLM, memory for the model about six times (two of Hugging
-Face's, two of vLLM's, two slots of the arena) and room for it in the temporary directory ($TMPDIR). Exit code 0: all is
-equal; 1: something differs; 2: it could not be tried; 130: ended by Ctrl-C or SIGTERM.
+and the model's again. After each version the program compares every tensor of vLLM, bit for bit, with vLLM's own load
+from disk, and greedy tokens with Hugging Face's. It needs vLLM, memory for about six copies of the model (two of
+Hugging Face, two of vLLM, two slots of the arena) and room for one in the temporary directory ($TMPDIR). Exit code 0:
+all is equal; 1: something differs; 2: the model could not be tried; 130: ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ if TYPE_CHECKING:
 PROMPT_LENGTHS = (3, 8, 17)
 NUM_TOKENS = 12
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-"""Where another token than Hugging Face's is no difference: their scores are this near, in standard deviations."""
+"""By dtype: a token differs from Hugging Face's if its score is lower by more than this, in standard deviations."""
 VERSIONS = (("dummy weights", "model"), ("the model's weights", "other"), ("other weights", "model"))
-"""What the engine has, and what it gets."""
+"""(weights that the engine has, version that it gets) of each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One version that the engine got."""
+    """The comparison after one version."""
 
     before: str
     seconds: float
     tensors: int
-    """That vLLM computes with, on all ranks."""
+    """Tensors that vLLM computes with, on all ranks."""
     different: Mapping[str, str]
-    """By name, in words."""
+    """Tensor name to its difference, in words."""
     tokens: int
-    """That were generated."""
+    """Tokens generated."""
     wrong_tokens: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What was tried, and what came out."""
+    """The result of `certify`: the model, the engine and all steps."""
 
     model: str
     architecture: str
@@ -84,10 +84,10 @@ class Certificate:
 
 
 class FileSource:
-    """The weights of safetensors files, as one trainer rank has them. Implements `WeightSource`."""
+    """A `WeightSource` of safetensors files: one trainer rank with the whole model."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Raises ConfigError for files that cannot be loaded."""
+        """Raises ConfigError if a file cannot be loaded."""
         from safetensors import safe_open
 
         self._tensors = read_checkpoint(files)
@@ -113,7 +113,7 @@ class FileSource:
 
 
 def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path) -> Certificate:
-    """Raises ConfigError or BackendUnavailable for what cannot be tried, OSError for a full disk."""
+    """Run all steps. Raises ConfigError or BackendUnavailable if they cannot run, OSError if the disk is full."""
     config = CheckpointEngineConfig.from_mapping({"backend": backend})
     resolve_backend(config).check_host(config)
     checkpoint_files(model)
@@ -199,7 +199,7 @@ async def _run(
 
 
 class HuggingFace:
-    """transformers' own model, computed as its config says."""
+    """The model as transformers computes it."""
 
     def __init__(self, directory: Path, dtype: str) -> None:
         import torch
@@ -222,7 +222,7 @@ class HuggingFace:
         self._close = CLOSE.get(self.dtype, CLOSE["bfloat16"])
 
     def differs(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-        """The first of `tokens` that is neither the most likely one nor about as likely, in words; or nothing."""
+        """Describe the first of `tokens` that is less likely than the best one by more than CLOSE; empty if none is."""
         import torch
 
         ids = torch.tensor([[*prompt, *tokens]])
@@ -283,7 +283,7 @@ def _prompts(model: Path) -> Iterator[list[int]]:
 
 
 def table(certificate: Certificate) -> str:
-    """For people."""
+    """The certificate as a text for the terminal."""
     lines = [
         f"{certificate.architecture} in {certificate.dtype}, tensor parallel {certificate.tensor_parallel_size}, "
         f"{certificate.backend}, vLLM {certificate.vllm}",
@@ -328,10 +328,10 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """The exit code. `program`: what help calls it. The table is printed; what cannot be tried is said on stderr.
+    """Print the table, or an error on stderr; return the exit code. `program`: the name in the help.
 
-    Ctrl-C and SIGTERM end the process and vLLM's. What they leave in memory and on disk its janitors remove, as they do
-    if it is killed: vLLM goes on, or waits for ever, after a KeyboardInterrupt in its constructor.
+    Ctrl-C and SIGTERM end this process and vLLM's at once, because vLLM may hang after a KeyboardInterrupt in its
+    constructor. The janitors then remove their shared memory and files.
     """
     with ending_at_once(_interrupted):
         return _main(_parser(program).parse_args(arguments))

@@ -1,18 +1,18 @@
-"""What a backend is: the way in which bytes get from trainer ranks into the spare slots of rollout nodes.
+"""The interface of backends, which bring bytes from trainer ranks into the spare slots of rollout nodes.
 
-One instance lives on every member. The manager (through `sync/participant.py`) drives them like this:
+Every member has one instance. The manager calls it (through `sync/participant.py`) in this order:
 
-    every trainer rank and node     prepare                 register memory, say how to be reached
-    driver                          build_topology          who sends to whom
+    every trainer rank and node     prepare                 register memory, return the address
+    driver                          build_topology          decide which member sends to which
     every trainer rank and node     init_process_group      connect
     for every version
-        every node                  takes_deltas            could it use what changed? where it cannot fetch by itself
+        every node                  takes_deltas            whether it can use deltas; not for one-sided backends
         every trainer rank          send_weights            publish: copy the rank's own pieces, which are digested then
-        every node                  receive_weights         stage: until the spare slot holds every byte
-        a node                      repair_weights          pieces that arrived wrong, again
-        every trainer rank          serve_weights           its part in staging, where a backend is not one-sided
-        every node                  close_abandoned         after a failure: what is slow to close
-    every trainer rank and node     finalize                disconnect, release
+        every node                  receive_weights         stage: fill the spare slot
+        a node                      repair_weights          fetch pieces again that arrived wrong
+        every trainer rank          serve_weights           send in stage; not for one-sided backends
+        every node                  close_abandoned         after a failure: close what is slow to close
+    every trainer rank and node     finalize                disconnect, release memory
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; matched against the job when the manager is built, never tested by name."""
+    """What a backend can do. The manager matches it against the job; code never tests a backend's name."""
 
     one_sided: bool
-    """Nodes fetch by themselves; trainer ranks take no part in staging."""
+    """Nodes fetch by themselves; trainer ranks do nothing in stage."""
     same_host: bool
     """Every rollout node must share a host, and memory, with a trainer rank."""
     device_types: tuple[str, ...]
-    """Devices whose memory it can read weights from."""
+    """Devices from whose memory it can read weights."""
     late_nodes: bool = False
-    """A node alone can fetch the version that was published last, long after its sync; trainer ranks do nothing."""
+    """A node alone can fetch the last published version at any time; trainer ranks do nothing."""
     topologies: tuple[str, ...] = ("direct",)
     """The values of `checkpoint_engine.topology` that it can follow; `build_topology` makes the first."""
     deltas: bool = False
-    """It can move what changed alone: `checkpoint_engine.delta`."""
+    """It can move deltas: `checkpoint_engine.delta`."""
     connects_once: bool = False
-    """Members are prepared and connected for one version, and again for the next."""
+    """The manager prepares and connects members again for every version."""
 
 
 NOBODY, DEFAULTS = Member(role="", index=0, host=""), CheckpointEngineConfig()
@@ -67,7 +67,7 @@ class CheckpointEngine(ABC):
 
     capabilities: ClassVar[Capabilities]
     options_class: ClassVar[type[Any] | None] = None
-    """Dataclass of `checkpoint_engine.engine_kwargs.<name>`, which is checked on the driver then."""
+    """Dataclass of `checkpoint_engine.engine_kwargs.<name>`; the driver checks the options against it."""
 
     def __init__(self, *, member: Member = NOBODY, config: CheckpointEngineConfig = DEFAULTS) -> None:
         """Engines written for verl call it without arguments; see `backends/verl_engine.py`."""
@@ -92,7 +92,7 @@ class CheckpointEngine(ABC):
     @classmethod
     @abstractmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-        """Who sends to whom. Pure; called on the driver. Raises BackendUnavailable if they cannot be joined."""
+        """Decide which member sends to which. Pure; called on the driver. Raises BackendUnavailable if it cannot."""
 
     @abstractmethod
     def init_process_group(self, topology: Topology) -> None:
@@ -105,7 +105,7 @@ class CheckpointEngine(ABC):
         """
 
     def encoded(self, version: int) -> Encoded | None:
-        """What `send_weights` did with the offer; None if it had none."""
+        """How `send_weights` answered the offer; None without one."""
         return None
 
     def takes_deltas(self, base: int, arena: NodeArena) -> bool:
@@ -136,7 +136,7 @@ class CheckpointEngine(ABC):
     def interrupt(self) -> None:
         """Make a running `init_process_group`, `serve_weights` or `receive_weights` raise soon; does not wait for it.
 
-        Called on any member, from another thread. These methods check `_stop`, and none of them clears it.
+        Called on any member, from another thread. These methods check `_stop`; only `rearm` clears it.
         """
         self._stop.set()
 
@@ -146,13 +146,13 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def receive_weights(self, version: int, arena: NodeArena) -> int:
-        """Stage: return when the open slot of `arena` holds every byte of `version`, with the bytes that were moved.
+        """Stage: fill the open slot of `arena` with `version`; return the bytes moved.
 
         Called on every node. Raises TransportError.
         """
 
     def staging(self, version: int) -> Staging:
-        """What `receive_weights` did for `version`, where deltas were offered. Called on every node after it."""
+        """How `receive_weights` staged `version`, if deltas were offered. Called on every node after it."""
         return Staging()
 
     def links(self) -> tuple[Link, ...]:
@@ -167,14 +167,14 @@ class CheckpointEngine(ABC):
         return None
 
     def repair_weights(self, version: int, arena: NodeArena, pieces: Sequence[int]) -> bool:
-        """Fetch `pieces` of the plan, which arrived wrong, into the open slot of `arena` again; False: it cannot.
+        """Fetch `pieces` (rows of the plan) that arrived wrong into the open slot again; False if it cannot.
 
         Called on a node after `receive_weights`. Raises TransportError.
         """
         return False
 
     def close_abandoned(self) -> None:  # noqa: B027 - most backends leave nothing
-        """Close what a failed `receive_weights` left open: it raised without waiting for that.
+        """Close connections that a failed `receive_weights` left open, because it raises without waiting for them.
 
         Called on every node when its slot is dropped, after the failure has been reported.
         """

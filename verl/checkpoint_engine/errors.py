@@ -1,12 +1,12 @@
-"""Everything that the checkpoint engine raises on purpose.
+"""The exceptions of the checkpoint engine.
 
 CheckpointEngineError
-├── ConfigError             what the user wrote cannot work (also a ValueError)
+├── ConfigError             the user's configuration cannot work (also a ValueError)
 ├── BackendUnavailable      a backend's package or device is missing here; names the remedy
 ├── PlanError               shards, specs and layout do not fit together; lists every name
 ├── TransportError          bytes could not be moved
-│   └── TransportTimeout    a deadline passed; says who was waited for
-├── IntegrityError          bytes arrived that are not the trainer's bytes; names tensor and piece
+│   └── TransportTimeout    a deadline passed; names the late members
+├── IntegrityError          bytes differ from the trainer's; names tensor and piece
 ├── ActivationError         a replica did not load a committed version
 └── SyncAborted             the transaction ended without the new version; its cause is the first failure
 """
@@ -41,7 +41,7 @@ class CheckpointEngineError(Exception):
         return f"[{', '.join(str(text) for text in where)}] {self.message}" if where else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross process boundaries (Ray pickles them); keyword-only arguments need help to survive that."""
+        """Pickle keyword-only arguments, too: Ray sends errors between processes."""
         return (_rebuild, (type(self), self.message, self.version, self.phase, self.member))
 
 
@@ -84,7 +84,7 @@ class SyncAborted(CheckpointEngineError):
 
 
 def error_named(name: str) -> type[CheckpointEngineError]:
-    """The class of the tree that another process calls so; TransportError for what is none."""
+    """The class of the tree with this name, from another process; TransportError for other names."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, CheckpointEngineError) else TransportError
 
@@ -99,12 +99,12 @@ MISTAKES = (
     TypeError,
     ValueError,
 )
-"""In code or data: no transport raises them, and they would only be made again."""
+"""Errors of code or data. No transport raises them, and a retry would raise them again."""
 
 
 def as_ours(error: BaseException) -> CheckpointEngineError:
-    """`error`, if it is one of the tree; else one with its type and text that can be sent to any process: a
-    TransportError, or the base class for a mistake (`MISTAKES`). Of a Ctrl-C and the like it says `interrupted by`."""
+    """`error` itself if it is of the tree. Otherwise an error with its type and text, which any process can unpickle:
+    the base class for one of MISTAKES, else TransportError. The text for a Ctrl-C begins with `interrupted by`."""
     if isinstance(error, CheckpointEngineError):
         return error
     name = type(error).__name__

@@ -1,4 +1,4 @@
-r"""Hold a rollout node for publishers on other hosts: memory into which they push weights for the servers of this host.
+r"""Run a rollout node for publishers on other hosts: they push weights into its memory for the servers of this host.
 
     python -m verl.checkpoint_engine.node --key-file sync.key      # makes the key; copy it to the publisher's host
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL \
@@ -6,7 +6,7 @@ r"""Hold a rollout node for publishers on other hosts: memory into which they pu
 
     WeightPublisher(model, endpoints=["http://10.0.0.7:8000"], nodes=["10.0.0.7:7800"], node_key=Path("sync.key"))
 
-Runs as the user of the servers. A publisher that is gone leaves nothing; servers keep the weights that they have.
+Run it as the user of the servers. It frees the memory of a publisher that is gone; servers keep their weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Serve until Ctrl-C or SIGTERM; the exit code. `program`: what help calls it."""
+    """Serve until Ctrl-C or SIGTERM; return the exit code. `program`: the name in the help."""
     options = _parser(program).parse_args(arguments)
     try:
         if not 0 <= options.port < 2**16:

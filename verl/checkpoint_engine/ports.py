@@ -1,4 +1,4 @@
-"""What the checkpoint engine asks of the outside: trainers, rollout engines. One small Protocol per need.
+"""The interfaces that the checkpoint engine needs of trainers and rollout engines, one small Protocol each.
 
 `verl.workers` implements these over Ray, FSDP and vLLM; tests implement them in a few lines.
 """
@@ -20,7 +20,7 @@ class WeightSource(Protocol):
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor of the whole model that the rollout engine needs, equal and in equal order on every rank.
 
-        Names are those of the Hugging Face checkpoint; dtypes are what the engine will receive. Tied weights appear
+        Names are those of the Hugging Face checkpoint, dtypes those that the engine will receive. Tied weights appear
         once.
         """
 
@@ -28,36 +28,36 @@ class WeightSource(Protocol):
         """The non-empty parts that this rank holds."""
 
     def copy(self, shard: Shard, destination: torch.Tensor) -> None:
-        """Write the values of `shard`, which lies inside one of `shards()`, into `destination`, casting on the way.
+        """Write the values of `shard`, which lies inside one of `shards()`, into `destination`, cast to its dtype.
 
-        `destination` has the shape of `shard.box` and the dtype of the spec; it may be strided, or on the device of
-        the values, and is borrowed for the call. Only what goes from a CUDA device into pinned memory may arrive later:
-        it is ordered on the device's current stream, which whoever asks then waits for.
+        `destination` has the shape of `shard.box` and the dtype of the spec. It may be strided, or on the device of
+        the values, and is borrowed for the call. A copy from a CUDA device into pinned memory may end later: it is
+        queued on the device's current stream, for which the caller then waits.
         """
 
 
 @runtime_checkable
 class ViewableSource(WeightSource, Protocol):
-    """A source that can also show what lies in host memory: publishing then digests it while the cache has it."""
+    """A source that also returns views of host memory: publishing digests them while the core's cache holds them."""
 
     def view(self, shard: Shard) -> torch.Tensor | None:
         """The values of `shard`, which lies inside one of `shards()`: contiguous, on the CPU, in the dtype of the spec.
 
-        None where they do not lie like that; `copy` is called for those. Borrowed until the next call.
+        Borrowed until the next call. None if memory does not hold them so; publishing then calls `copy`.
         """
 
 
 @runtime_checkable
 class DeviceSource(WeightSource, Protocol):
-    """A source that can also say where its values are: on an accelerator, publishing compares versions there."""
+    """A source that also reports the device of its values: publishing compares versions on an accelerator."""
 
     @property
     def device(self) -> torch.device | None:
-        """Of all values; None if they are on several. It may be another one at the next sync (offloading)."""
+        """The device of all values; None if there are several. It may change between syncs (offloading)."""
 
 
 class OnlyLoads:
-    """The rest of a `Replica` that nothing runs beside, which has memory and requests of nobody else."""
+    """Methods that do nothing, for a `Replica` without users' requests that shares no accelerator with a trainer."""
 
     async def _nothing(self, *_: object) -> None:
         pass
@@ -73,14 +73,14 @@ class Replica(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique among the replicas of a job, for messages: `replica-0`."""
+        """A name that is unique in the job, for messages: `replica-0`."""
 
     @property
     def node_index(self) -> int:
         """Index of the rollout node whose arena this replica reads."""
 
     async def pause(self, mode: str) -> None:
-        """Stop generating; `mode` (abort, wait, keep) says what happens to requests in flight. Idempotent."""
+        """Stop generating; `mode` (abort, wait, keep) decides about requests in flight. Idempotent."""
 
     async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
         """Load `version` from the arena at `arena_path` into every rank. Called while paused.
@@ -96,7 +96,7 @@ class Replica(Protocol):
         """Generate again. Idempotent."""
 
     async def health(self) -> None:
-        """Return if the engine answers; raise otherwise."""
+        """Raises an error if the engine does not answer."""
 
     async def sleep(self) -> None:
         """Free weights and KV cache, if the engine can; otherwise only log that."""

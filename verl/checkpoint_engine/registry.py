@@ -1,4 +1,4 @@
-"""Backends by name. Built-in ones are "module:Class" strings until somebody asks for them."""
+"""Backends by name. Built-in ones are "module:Class" strings that are imported on first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .support.registry import Builtin, Registry
 
 @dataclass(frozen=True, kw_only=True)
 class Backend(Builtin):
-    """`remedy` is the pip extra with its packages, and other things to install."""
+    """A built-in backend. `remedy` names the pip extra, its packages, and system libraries to install."""
 
     options: type[Any] | None = None
     """Dataclass of `checkpoint_engine.engine_kwargs.<name>`."""
@@ -60,15 +60,15 @@ CheckpointEngineRegistry: Registry[type[CheckpointEngine]] = Registry(
     missing=BackendUnavailable,
     hint=" A backend of yours is registered by the module in checkpoint_engine.custom_backend_module",
 )
-"""`register` adds a backend of one's own, `get` finds a class, `new` makes an instance."""
+"""`register` adds a user's backend, `get` finds a class, `new` makes an instance."""
 
 
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
-"""What `checkpoint_engine.backend=auto` means on each device."""
+"""The backend of `checkpoint_engine.backend=auto` on each device."""
 
 
 def backend_of_device(device: str) -> str:
-    """Raises ConfigError that lists the known devices."""
+    """The collective backend of `device`. Raises ConfigError listing the known devices."""
     if device not in COLLECTIVES:
         raise ConfigError(
             f"checkpoint_engine.backend=auto does not know the device {device!r}; known: {', '.join(COLLECTIVES)}"
@@ -87,7 +87,7 @@ def _hosted_if_for_verl(config: CheckpointEngineConfig, engine_class: type[Check
 
 
 def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
-    """The class that `config` selects, with checked options. Called on the driver, and again on every member.
+    """The backend class that `config` selects; checks its options. Called on the driver, and again on every member.
 
     Raises ConfigError or BackendUnavailable.
     """

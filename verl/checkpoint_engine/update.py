@@ -4,7 +4,7 @@ r"""Push a Hugging Face checkpoint directory into running inference engines, wit
         --gpu-memory-utilization 0.5 --weight-transfer-config '{"backend": "verl_arena"}'
     python -m verl.checkpoint_engine.update --checkpoint-path DIR --endpoint http://127.0.0.1:8000
 
-Runs on the hosts of the engines. An engine with several workers, or several engines, need one rank for each worker,
+Run it on the hosts of the engines. An engine with several workers, or several engines, need one rank for each worker,
 in the order of the endpoints:
 
     torchrun --nproc-per-node 2 -m verl.checkpoint_engine.update --inference-parallel-size 2 ...
@@ -44,7 +44,7 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def run(options: Options) -> None:
-    """One rank's part. Raises CheckpointEngineError; nothing has been moved if a check fails."""
+    """Run one rank's part. Raises CheckpointEngineError; if a check fails, no byte has been moved."""
     endpoints = [Endpoint(url, timeout_s=options.timeout_s) for url in options.endpoints]
     name, metas = load_metas(options.load_metas_file) if options.load_metas_file else ("", {})
     files: list[Path] = []
@@ -131,7 +131,7 @@ def _hold(server: ParameterServer, name: str, options: Options) -> None:
 
 
 def tensors_of_files(files: Sequence[Path]) -> Tensors:
-    """Raises ConfigError for files that cannot be loaded."""
+    """(dtype, shape) of each tensor in `files`, by name. Raises ConfigError if a file cannot be loaded."""
     return {tensor.name: (tensor.dtype, tensor.shape) for tensor in read_checkpoint(files)}
 
 
@@ -165,7 +165,7 @@ PROGRAM = f"python -m {PACKAGE}.update"
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """The exit code. `program`: what help calls it. What happened is said on stderr."""
+    """Run and return the exit code; report on stderr. `program`: the name in the help."""
     try:
         run(parse(arguments, __doc__, program))
     except CheckpointEngineError as exc:

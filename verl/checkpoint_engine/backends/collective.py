@@ -1,12 +1,12 @@
 """`gloo`, `nccl`, `hccl`: every trainer rank broadcasts the pieces that it owns, or deltas, to all rollout nodes.
 
-    owner r ──> node 0, node 1 ...   one process group per owner, the owner being rank 0: several senders, no funnel;
-                                     nodes sit in the groups of all owners
+    owner r ──> node 0, node 1 ...   one process group per owner, the owner being rank 0, so that all ranks send;
+                                     nodes are in the groups of all owners
 
-Deltas are offered when every node can use them. One that turns out not to come right fails the attempt, because nobody
-can fetch a piece alone; the next attempt moves everything.
+Owners may send deltas if every node can use them. A wrong delta fails the attempt, because a node cannot fetch a piece
+alone; the next attempt moves the whole version.
 
-See `owner_groups.py` for the groups, headers and what a failure leads to.
+See `owner_groups.py` for groups, headers and failures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..ports import WeightSource
 
 
 class CollectiveEngine(CheckpointEngineWithCache):
-    """What the three have in common, which is all but the communicator."""
+    """The base of the three backends, which differ only in their communicator and devices."""
 
     capabilities = Capabilities(
         one_sided=False,
@@ -54,7 +54,7 @@ class CollectiveEngine(CheckpointEngineWithCache):
     name: ClassVar[str]
     options_class: ClassVar[type[GlooOptions]]
     communicator_class: ClassVar[Any]
-    """Makes a `Communicator` of options."""
+    """Class of the `Communicator`, whose argument are the options."""
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
         super().__init__(member=member, config=config)
@@ -239,14 +239,14 @@ class GlooEngine(CollectiveEngine):
 
 
 class NcclEngine(CollectiveEngine):
-    """Written to the same contract; it takes two CUDA devices to run it."""
+    """Broadcasts over NCCL, between CUDA devices of different members."""
 
     name, options_class, communicator_class = "nccl", NcclOptions, Nccl
     capabilities = replace(CollectiveEngine.capabilities, device_types=("cuda",))
 
 
 class HcclEngine(CollectiveEngine):
-    """Written to the same contract; it takes two NPUs to run it."""
+    """Broadcasts over HCCL, between NPUs of different members."""
 
     name, options_class, communicator_class = "hccl", HcclOptions, Hccl
     capabilities = replace(CollectiveEngine.capabilities, device_types=("npu",))

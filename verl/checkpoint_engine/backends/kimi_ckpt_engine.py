@@ -1,10 +1,10 @@
-"""`kimi_ckpt_engine`: designated rollout nodes pull a version from its owners, and nodes pass it on in a ring.
+"""`kimi_ckpt_engine`: designated rollout nodes pull a version from its owners, and nodes forward it in a ring.
 
     owners ══ P2P reads ══> receivers, a part of the version each ══ P2P reads ══> the next node ══> ...
 
-Mooncake's wire and the topology `p2p_broadcast`: every byte leaves its owner once, however many nodes there are, and
-each node once. There are as many receivers as network devices to pull from. What is special is how those are chosen,
-and how much memory may be used on the way.
+It uses Mooncake's wire and the topology `p2p_broadcast`: every byte leaves its owner once, for any number of nodes, and
+each node once. There are as many receivers as network devices of owners. This module adds the choice of devices and the
+limit on bounce memory.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class KimiCkptEngine(OneSidedEngine):
         return self._options.in_flight
 
     def bounce_room(self) -> int:
-        """Raises ConfigError if it holds no piece."""
+        """`mem_fraction` of the free host memory. Raises ConfigError if that is too little for `in_flight` pieces."""
         share = self._options.mem_fraction
         allowed = int(free_host_nbytes() * share)
         if allowed < self.passed_at_once * self.config.block_nbytes:

@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 PORT_ATTEMPTS = 4
 DONE, FAILED, TIMED_OUT = 1, -1, -2
-"""What `transfer_check_status` answers; 0 is "not yet"."""
+"""Results of `transfer_check_status`; 0 means "not yet"."""
 
 
 class MooncakeWire(Wire):
-    """One transfer engine. Every transfer is a batch of one read: the library's status call looks at no other."""
+    """One transfer engine. Every transfer is a batch of one read: the library reports the status of the first only."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class MooncakeWire(Wire):
         admission: Admission = OWN_USER,
         new_engine: Callable[[], Any] = TransferEngine,
     ) -> None:
-        """`admission`: who may connect, and then read and write all that is registered. `new_engine`: Mooncake's, or a
-        stand-in for it."""
+        """`admission`: the peers that may connect; they can then read and write all registered memory. `new_engine`
+        makes Mooncake's engine, or a stand-in for it. Raises TransportError if the engine cannot start."""
         self.keeps = protocol == "rdma"
         # Mooncake picks ports by trying; two engines that start at once may pick the same.
         for _ in range(PORT_ATTEMPTS):
@@ -117,7 +117,7 @@ class MooncakeWire(Wire):
         return bool(status == DONE)
 
     def close(self) -> None:
-        """The engine's threads end with it, and with them every read in flight."""
+        """Free the engine; its threads end then, and with them every read in flight."""
         if self._engine is None:
             return
         for address in self._registered:
@@ -145,7 +145,7 @@ class MooncakeEngine(OneSidedEngine):
 
 
 def rdma_devices(options: MooncakeOptions, present_in: Path) -> str:
-    """The devices to use, comma-separated; empty for all. Raises ConfigError that lists those that exist."""
+    """The devices to use, comma-separated; empty for all. Raises ConfigError listing the devices of this host."""
     if options.protocol != "rdma":
         return ""
     wanted = [name for name in options.rdma_devices.split(",") if name]

@@ -1,7 +1,7 @@
-"""`naive`: trainer ranks and rollout engines share their hosts, so ranks write straight into the slots of theirs.
+"""`naive`: trainer ranks and rollout engines share hosts, so each rank writes into the slots of its host.
 
-On one host there is no wire. Publishing is staging: one copy per byte, by the rank that owns it, all ranks at once.
-On several hosts, each with rollout nodes, staging brings every piece to the other hosts: see `host_relay.py`.
+On one host no wire is needed: publish writes the slot, one copy per byte by its owner, all ranks at once.
+On several hosts, each with ranks and nodes, stage sends every piece to the other hosts: see `host_relay.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NaiveEngine(CheckpointEngineWithCache):
         return across_hosts(trainers, nodes)
 
     def init_process_group(self, topology: Topology) -> None:
-        """The slots' paths come with every version; only ranks that span hosts connect to each other."""
+        """Connect ranks of different hosts. Slots need no connection: `send_weights` gets their paths."""
         self._here = frozenset(node.name for node in topology.nodes if node.host == self.member.host)
         if self._relay is None:
             return
@@ -91,7 +91,7 @@ class NaiveEngine(CheckpointEngineWithCache):
         return publication
 
     def serve_weights(self, version: int) -> int:
-        """Bring this rank's pieces from the slot that has them to the other slots of this host, and to other hosts."""
+        """Copy this rank's pieces from the first slot of this host to its other slots, and send them to other hosts."""
         if self._published is None or self._published[0] != version:
             raise TransportError("the requested version is not the published one", version=version, phase="stage")
         (first, pieces), *others = (self._mapped[path] for path in self._published[1])
@@ -106,7 +106,7 @@ class NaiveEngine(CheckpointEngineWithCache):
         return nbytes
 
     def receive_weights(self, version: int, arena: NodeArena) -> int:
-        """Trainer ranks write the slot."""
+        """Does nothing: trainer ranks write the slot."""
         return 0
 
     def finalize(self) -> None:

@@ -1,11 +1,11 @@
 """`nixl`: NVIDIA's NIXL over UCX. https://github.com/ai-dynamo/nixl
 
-On one host UCX copies from the other process's memory directly (CMA), with `sm,self` and no peer error handling faster
-than with its own choice of transports. A process that is gone is noticed either way. The copying is done by the thread
-that posts a read, so several threads share a stage, each with an agent of its own; a network card needs no help.
+On one host UCX copies directly from the other process's memory (CMA). That is faster with `sm,self` and without peer
+error handling than with UCX's own choice; reads notice a dead process either way. The thread that posts a read copies,
+so several threads share a stage, each with its own agent. A network card needs one thread only.
 
-Over plain TCP, UCX emulates reads: owners answer, and UCX (of nixl 1.5.1) may abort an owner's process when a node dies
-while it is answered. Between hosts without RDMA, prefer `tcp`.
+Over plain TCP, UCX emulates reads: the owner answers, and UCX (of nixl 1.5.1) may abort the owner's process if the node
+dies meanwhile. Between hosts without RDMA, prefer `tcp`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ONE_HOST = "sm,self"
 PEER_ERRORS = "peer"
 NO_ERRORS = "none"
 PROGRESS_DELAY_US = 100_000
-"""How long an owner's progress thread may sleep. Traffic wakes it at once, so this is for what would go unnoticed; an
-owner that slept 1 ms at most had 900 wakes a second, 4 % of a core, and took it from the copies of its host."""
+"""The longest sleep of an owner's progress thread. Traffic wakes it at once; this covers events without traffic. With
+1 ms an owner woke 900 times a second and took 4 % of a core from the copies of its host."""
 
 _nixl_errors: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -50,7 +50,7 @@ class _Read:
 class NixlWire(Wire):
     """One NIXL agent with its UCX backend.
 
-    What a read needs is kept, 0.7 KB each: every version is read from the same places to the same places.
+    It keeps the handle of each read, 0.7 KB, because every version is read between the same addresses.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class NixlWire(Wire):
         progress: bool,
         admission: Admission = OWN_USER,
     ) -> None:
-        """`progress`: a thread that answers peers, which owners need; nodes drive their own reads. `admission`: who may
-        connect over TCP, and then read and write whatever this process has."""
+        """`progress`: start a thread that answers peers; owners need it, nodes drive their own reads. `admission`: the
+        peers that may connect over TCP; they can then read and write all memory of this process."""
         logging.getLogger(nixl.__name__).setLevel(logging.WARNING)  # it reports every agent on standard output
         logging.getLogger(nixl.nixl_agent.__module__).setLevel(logging.WARNING)
         options = {"ucx_error_handling_mode": error_handling, "num_workers": str(num_workers)}
@@ -144,7 +144,7 @@ class NixlWire(Wire):
             self._reads.pop(key).handle.release()
 
     def is_idle(self) -> bool:
-        """UCX over TCP ends the process of an owner whose answer finds a closed connection (UCX of nixl 1.5.1)."""
+        """Whether no read is in flight: UCX over TCP (nixl 1.5.1) aborts an owner that answers a closed connection."""
         return not any(self._is_under_way(reading) for reading in self._reads.values())
 
     def _is_under_way(self, reading: _Read) -> bool:
@@ -154,7 +154,7 @@ class NixlWire(Wire):
             return False
 
     def close(self) -> None:
-        """Reads in flight end with the agent's endpoints: UCX cannot take a single one back."""
+        """Close the agent and its endpoints, and with them all reads in flight: UCX cannot cancel a single one."""
         if self._agent is None:
             return
         self._doors.close()
@@ -173,7 +173,7 @@ class NixlWire(Wire):
 class NixlEngine(OneSidedEngine):
     @classmethod
     def check_host(cls, config: CheckpointEngineConfig) -> None:
-        """Start UCX once with the configured transports and devices, if any are: only UCX knows whether they exist."""
+        """Start UCX once with the transports and devices that are set, if any: only UCX knows whether they exist."""
         options = config.options_of("nixl", NixlOptions)
         asked_for = ucx.asked_for(options.ucx_tls, options.ucx_net_devices)
         if not asked_for:
@@ -203,7 +203,7 @@ class NixlEngine(OneSidedEngine):
         )
 
     def admission_of(self, topology: Topology | None) -> Admission:
-        """An owner that answers may open a connection of its own to the node (UCX over TCP)."""
+        """Nodes admit all members' hosts: over TCP an owner may answer on a connection of its own."""
         return Admission(addresses=topology.host_addresses) if topology else OWN_USER
 
     def num_readers(self, wire: Wire) -> int:

@@ -1,11 +1,11 @@
-"""What the one-sided backends share: trainer ranks expose memory, rollout nodes read it when they like.
+"""The base of one-sided backends: trainer ranks expose memory, rollout nodes read it at any time.
 
     prepare             rank: a packed region and a stamp, registered once; node: buckets and a bounce buffer
     init_process_group  node: connect to every owner, register the slots
     send_weights        rank: stamp "writing", copy the pieces into the region, stamp the version
     receive_weights     node: read the stamps, fetch, read the stamps again
 
-A library comes in as a `Wire`, which reads one run of bytes at a time and knows nothing of versions.
+A library is wrapped as a `Wire`, which reads one run of bytes at a time and has no notion of versions.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from ..ports import WeightSource
 from ..support.admission import NOBODY, OWN_USER, Admission
 
 CLOSING_S = 2.0
-"""A node gives up this much before the manager does, because it can name the owners; closing a wire takes time, too."""
+"""A node's deadline precedes the manager's by this much: its error names the owners, and closing a wire takes time."""
 
 
 class OneSidedEngine(CheckpointEngineWithCache):
-    """A backend over a `Wire`. After any failure it is closed; the manager prepares and connects all members again."""
+    """A backend over a `Wire`. A failure closes the wire; the manager then prepares and connects all members again."""
 
     capabilities = Capabilities(
         one_sided=True,
@@ -63,7 +63,7 @@ class OneSidedEngine(CheckpointEngineWithCache):
         deltas=True,
     )
     transfer_nbytes: ClassVar[int] = 64 * 2**20
-    """At most this many bytes per transfer, however large the buckets: failures are noticed in between."""
+    """The most bytes per transfer, even for larger buckets: failures are noticed between transfers."""
     max_in_flight: ClassVar[int] = 4
 
     def __init__(self, *, member: Member, config: CheckpointEngineConfig) -> None:
@@ -73,21 +73,21 @@ class OneSidedEngine(CheckpointEngineWithCache):
         self._encoded_plan = b""
         self._address = ""
         self._exposed: Exposed | None = None
-        """On trainer ranks."""
+        """Set on trainer ranks."""
         self._request: DeltaRequest | None = None
         self._intake: Intake | None = None
-        """On nodes."""
+        """Set on nodes."""
 
     @abstractmethod
     def open_wire(self, topology: Topology | None) -> Wire:
-        """A new endpoint; `topology` is known on nodes, None on trainer ranks. Raises TransportError, ConfigError."""
+        """Open an endpoint that is read (`topology` None) or that reads. Raises TransportError, ConfigError."""
 
     def admission_of(self, topology: Topology | None) -> Admission:
-        """Of a wire that is opened with `topology`: those with which nodes read let nobody in."""
+        """The peers that may connect to a wire opened with `topology`: none if the wire only reads."""
         return OWN_USER if topology is None else NOBODY
 
     def num_readers(self, wire: Wire) -> int:
-        """How many threads of a node read from the owners, each with a wire such as `wire`."""
+        """The number of threads with which a node reads from owners, each over its own wire like `wire`."""
         return memory_threads() if wire.copies else 1
 
     @classmethod
@@ -124,21 +124,21 @@ class OneSidedEngine(CheckpointEngineWithCache):
 
     @property
     def most_nbytes(self) -> int:
-        """Of a bucket, or of a part that nodes pass on: the same on every node."""
+        """The most bytes of a bucket, or of a part that nodes forward: the same on every node."""
         return min(self.config.bucket_nbytes, self.transfer_nbytes)
 
     @property
     def passed_at_once(self) -> int:
-        """Buckets from owners, and parts from another node, that are under way where nodes pass a version on."""
+        """If nodes forward: the buckets from owners, and as many parts from another node, in flight at once."""
         return IN_FLIGHT
 
     def bounce_room(self) -> int:
-        """Most bytes that scattered pieces may take on their way, where nodes pass a version on."""
+        """If nodes forward: the most bytes of the bounce buffer."""
         return self.passed_at_once * self.most_nbytes
 
     @property
     def passes_on(self) -> bool:
-        """Whether nodes serve other nodes, in the topology that is configured."""
+        """Whether nodes forward versions in the configured topology."""
         asked = self.config.topology
         return (self.capabilities.topologies[0] if asked == "auto" else asked) != "direct"
 

@@ -1,7 +1,7 @@
-"""`tcp`: plain sockets, and nothing to install. The kernel copies received bytes to where they belong.
+"""`tcp`: plain sockets, without a package to install. The kernel copies received bytes to their destination.
 
-A member that is read listens inside its host, and on its own address once members are on others. It answers only who
-knows the key in its `Member.address`, which travels over the job's control channel. Peers cannot write: a request names
+A member that is read listens on loopback, and on its own address once members are on other hosts. It answers only peers
+with the key in its `Member.address`, which travels over the job's control channel. Peers cannot write: a request names
 bytes, and an answer is those bytes.
 """
 
@@ -33,34 +33,34 @@ from .one_sided import OneSidedEngine
 
 KEY_NBYTES: Final = 32
 REQUEST = struct.Struct("<QQ?Q")
-"""Where the bytes begin in the process that is asked, how many there are, and whether to wait until their digest is
-another than the one that follows."""
+"""Address of the bytes in the answering process, their number, whether this is a watch, and for a watch a digest: the
+answer waits until the bytes have another one."""
 ANSWER = struct.Struct("<Q")
-"""How many bytes follow: those that were asked for, or none if they are not registered."""
+"""The number of bytes that follow: the requested ones, or 0 if they are not registered."""
 BACKLOG = 1024
 AGAIN_S = 5.0
-"""How long a further connection may take to a member that has been reached: a read begins with it."""
+"""The deadline of a further connection to a member; a read waits for it."""
 REFUSED_S = 0.02
-"""Until a connection that was refused is tried again."""
+"""The pause before a refused connection is tried again."""
 WATCHED_S = 1.0
-"""After so long a watch is answered, changed or not: who asked may be gone."""
+"""A watch is answered after this time at the latest, because the peer may be gone."""
 HANDSHAKE_S = 10.0
-"""Who has not shown the key by then is nobody of this job."""
+"""The deadline for a peer to send the key."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a wire is reached, and the key to it."""
+    """The address of a wire, and its key."""
 
     host: str
     port: int
-    """On `host`, for members on other hosts."""
+    """The port on `host`, for members on other hosts."""
     local_port: int
-    """On the loopback interface, for those on this one."""
+    """The port on the loopback interface, for members on this host."""
     key: bytes
 
 
 class TcpWire(Wire):
-    """Answers peers that read, if it `listens`, and reads from peers over several connections to each."""
+    """Answers the reads of peers, if it `listens`, and reads from each peer over up to `num_connections`."""
 
     keeps = False  # registering is an entry in a table
     tells = True

@@ -1,4 +1,4 @@
-"""Backends written for verl 0.9: they move whole tensors in their own way, between trainer ranks and rollout nodes.
+"""Host backends written for verl 0.9, which move whole tensors between trainer ranks and rollout nodes.
 
     prepare() -> metadata                                every member
     build_topology(ranks, nodes, metadata)               driver: arguments of the next call, a list of values for each
@@ -7,10 +7,10 @@
     async for name, tensor in receive_weights()          every node
     finalize()                                           every member, after every version
 
-`hosted` makes a backend of ours of such a class. Ranks publish as for every backend; each then reads what the others
-hold through the wire `tcp`, some tensors at a time, so that its engine sees whole ones. Nodes write what their engine
-receives into the open slot, where it is verified, committed and served as always. Tensors are in host memory at both
-ends. Interface: https://github.com/volcengine/verl, `verl/checkpoint_engine/base.py` of 0.9, as documented there.
+`hosted` makes a `CheckpointEngine` from such a class. Ranks publish as for every backend. Each then reads the shards of
+the others over the wire `tcp`, some tensors at a time, so that its engine sends whole tensors. Nodes write the tensors
+that their engine receives into the open slot; verify, commit and activate are as for every backend. Tensors are in host
+memory. Interface: https://github.com/volcengine/verl, `verl/checkpoint_engine/base.py` of 0.9, as documented there.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from .tcp import TcpWire
 
 METHODS = ("prepare", "build_topology", "init_process_group", "send_weights", "receive_weights", "finalize")
 OWN_SHARE = 0.9
-"""Of a phase's deadline: the member that waits knows for whom, so its error should come before the manager's."""
+"""A member's fraction of a phase's deadline: its error names the engine's method, so it must precede the manager's."""
 LOOK_S = 0.05
-"""How often a member that waits for its engine looks whether it is to give up."""
+"""The interval at which a member that waits for its engine checks for an interrupt or its deadline."""
 CONNECTIONS = 4
 READ_NBYTES = 64 * 2**20
 
@@ -66,7 +66,7 @@ def is_for_verl(engine_class: type[Any]) -> bool:
 
 @cache
 def hosted(name: str, engine_class: type[Any]) -> type[CheckpointEngine]:
-    """The backend that hosts `engine_class` under `name`. Raises ConfigError that names what the class lacks."""
+    """The backend that hosts `engine_class` under `name`. Raises ConfigError naming the methods that it lacks."""
     abstract: frozenset[str] = getattr(engine_class, "__abstractmethods__", frozenset())
     lacking = [method for method in METHODS if method in abstract or not hasattr(engine_class, method)]
     if lacking:
@@ -75,16 +75,16 @@ def hosted(name: str, engine_class: type[Any]) -> type[CheckpointEngine]:
 
 
 class Address(msgspec.Struct, frozen=True):
-    """What a member's `Member.address` holds, as JSON. Members of a job trust each other as Ray's do: pickles."""
+    """The content of `Member.address`, as JSON. It has pickles: members of a job trust each other, as Ray's do."""
 
     metadata: str
-    """Pickled, base64: what the engine's `prepare` returned, or then the arguments of its `init_process_group`."""
+    """Pickled, base64: the result of the engine's `prepare`, later the arguments of its `init_process_group`."""
     owner: OwnerAddress | None = None
-    """On trainer ranks: where other ranks read."""
+    """Set on trainer ranks: the memory that other ranks read."""
 
 
 class VerlEngine(CheckpointEngineWithCache):
-    """A backend written for verl on one member."""
+    """Runs an engine of `engine_class`, written for verl, on one member."""
 
     name: ClassVar[str]
     engine_class: ClassVar[type[Any]]
@@ -98,7 +98,7 @@ class VerlEngine(CheckpointEngineWithCache):
         self._plan: SyncPlan | None = None
         self._region: PackedRegion | None = None
         self._wires: list[TcpWire] = []
-        """On trainer ranks: the one that others read, and the one that reads."""
+        """Set on trainer ranks: the wire that others read, and the wire that reads."""
         self._owners: dict[int, OwnerAddress] = {}
 
     @classmethod
@@ -107,7 +107,7 @@ class VerlEngine(CheckpointEngineWithCache):
 
     @classmethod
     def arguments_of(cls, config: CheckpointEngineConfig, *, is_master: bool) -> dict[str, Any]:
-        """With what verl makes an engine, as far as its class takes it. Raises ConfigError if that is not enough."""
+        """The arguments of verl that the class accepts, and `engine_kwargs`. Raises ConfigError if they do not fit."""
         offered = {"bucket_size": config.bucket_nbytes, "is_master": is_master}
         options = dict(config.engine_kwargs.get(cls.name, {}))
         signature = inspect.signature(cls.engine_class)
@@ -124,7 +124,7 @@ class VerlEngine(CheckpointEngineWithCache):
 
     @classmethod
     def build_topology(cls, trainers: Sequence[Member], nodes: Sequence[Member]) -> Topology:
-        """Members come back with their arguments of `init_process_group` in their addresses."""
+        """A direct topology. The address of each member has its arguments of `init_process_group`."""
         members = [*trainers, *nodes]
         addresses = [parsed(member.address, Address, "the address of a member") for member in members]
         metadata = [_unpickled(address.metadata) for address in addresses]
@@ -297,7 +297,7 @@ class VerlEngine(CheckpointEngineWithCache):
 
 
 class Weights:
-    """(name, tensor), for engines that iterate over it and for those that do so with `async for`."""
+    """(name, tensor) pairs, for engines that use `for` and those that use `async for`."""
 
     def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._tensors = tensors

@@ -1,5 +1,5 @@
-"""Private names of torch and vLLM: all that the checkpoint engine uses, and what others of the project use of them.
+"""All private names of torch, vLLM and SGLang that the checkpoint engine uses, and some that the project uses.
 
-Each function says what it stands for, why no public name does it, and, where there is one, the change upstream after
-which it goes. `tests/test_private_names.py` finds such names anywhere else.
+Each function states its purpose, why no public name serves it, and the upstream change, if any, that makes it
+unnecessary. `tests/test_private_names.py` fails for private names anywhere else.
 """

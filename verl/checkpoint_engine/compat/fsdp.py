@@ -1,6 +1,6 @@
-"""torch's FSDP: which part of which parameter a rank holds.
+"""torch's FSDP: the part of each parameter that a rank holds.
 
-Public are state dicts alone, which gather or copy. FSDP1 gets no new interfaces upstream.
+The only public interface are state dicts, which gather or copy. FSDP1 gets no new interfaces upstream.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ __all__ = [
 ]
 
 HYBRID_SHARD_GRAD_OP = ShardingStrategy._HYBRID_SHARD_ZERO2
-"""`SHARD_GRAD_OP` inside of a host, replicas between hosts: the one strategy of FSDP1 without a public name."""
+"""`SHARD_GRAD_OP` within a host, replicas between hosts: the only strategy of FSDP1 without a public name."""
 
 
 def local_boxes(tensor: DTensor) -> list[tuple[Bounds, Bounds, tuple[slice, ...]]]:
-    """What this rank holds of `tensor`: (start, stop, where that lies in its local tensor) of each box.
+    """The boxes of `tensor` that this rank holds: (start, stop, slices of the local tensor) of each.
 
-    Several where a rank holds the same part of each of several matrices in one, as with tensor parallelism of
-    transformers' experts. DTensor tells the local shape alone: https://github.com/pytorch/pytorch/issues/116980. Raises
-    ValueError for what is still to be summed over ranks, and for local tensors of another shape than the placements
-    say.
+    There are several if the tensor joins matrices of each of which a rank holds a part, as with tensor parallelism of
+    transformers' experts. DTensor reports the local shape only: https://github.com/pytorch/pytorch/issues/116980.
+    Raises ValueError for partial sums, and for a local shape that contradicts the placements.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
@@ -86,26 +85,26 @@ def _runs(indices: torch.Tensor) -> list[tuple[int, int, slice]]:
 
 
 def flat_parameters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """(name of the module that is wrapped, wrapper, flat parameter). The root comes first."""
+    """(name of the wrapped module, wrapper, flat parameter) of each FSDP1 wrapper, the root first."""
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and (handle := module._handle) is not None:
             yield name, module, handle.flat_param
 
 
 def members(flat: Any) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-    """(name, shape, what this rank holds: FSDP1's own record of it) of the parameters in a flat one."""
+    """(name, shape, FSDP1's record of this rank's part) of each parameter in a flat one."""
     for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
         yield name, tuple(shape), info
 
 
 def local_shard(flat: Any) -> torch.Tensor:
-    """The rank's shard, which is there whether or not the layer is gathered at the moment."""
+    """The rank's shard, which exists also while the layer is gathered."""
     shard: torch.Tensor = flat._local_shard
     return shard
 
 
 def reshard(wrapper: Any) -> None:
-    """Give up what is gathered of one wrapper, as the end of its backward pass does. FSDP2's `reshard` is public."""
+    """Free the gathered parameters of one wrapper, as after its backward pass. FSDP2's `reshard` is public."""
     handle = wrapper._handle
     if handle.uses_sharded_strategy:
         _reshard(wrapper, handle, free_unsharded_flat_param=True)

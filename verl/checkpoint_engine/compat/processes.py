@@ -1,4 +1,4 @@
-"""multiprocessing of Python 3.11 to 3.14: children, without asking which of them live."""
+"""multiprocessing of Python 3.11 to 3.14: find a child process without reaping dead ones."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from multiprocessing import process
 
 
 def child(name: str) -> process.BaseProcess | None:
-    """The first child process of that name. `active_children` forgets those that are gone, with their exit codes."""
+    """The first child process with this name. The public `active_children` drops dead ones and their exit codes."""
     return next((one for one in list(process._children) if one.name == name), None)  # type: ignore[attr-defined]

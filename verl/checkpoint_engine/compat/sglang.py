@@ -1,5 +1,5 @@
-"""SGLang 0.5.23: what a weight loader, which is in the process of a rank's scheduler, asks of that. Imported by all;
-where no SGLang is loaded, there is no scheduler."""
+"""SGLang 0.5.23: what a weight loader needs of the scheduler in its process. It can be imported without SGLang; there
+is no scheduler then."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 PAUSED = "_engine_paused"
-"""What a scheduler asks itself before each batch. No public name stops it for good."""
+"""The attribute that a scheduler checks before each batch. No public name keeps it paused."""
 
 
 def stay_paused_while(is_torn: Callable[[], bool]) -> None:
-    """Have the scheduler of this rank generate nothing as long as that holds, whoever calls `/continue_generation`.
-    Requests wait. Idempotent."""
+    """Keep the scheduler of this rank paused while `is_torn()` is true, even after `/continue_generation`. Requests
+    wait. Idempotent."""
     scheduler = getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
     if scheduler is None or PAUSED in vars(scheduler):
         return
@@ -36,8 +36,8 @@ def stay_paused_while(is_torn: Callable[[], bool]) -> None:
 
 
 def asleep() -> list[str]:
-    """What of this rank's memory was given back (`/release_memory_occupation`). Only the part of its scheduler that
-    calls a loader knows, and a loader is not told who that is."""
+    """Tags of this rank's memory that `/release_memory_occupation` freed. Only the object that calls a loader has them,
+    so it is found in the calling frames."""
     frame = inspect.currentframe()
     while frame is not None:
         given_back = getattr(frame.f_locals.get("self"), "offload_tags", None)
@@ -48,7 +48,7 @@ def asleep() -> list[str]:
 
 
 def among_ranks(value: Any) -> list[Any]:
-    """`value` of every rank of this SGLang. All of them call it, wherever a rank is alone, too."""
+    """Gather `value` of every tensor-parallel rank of this SGLang. All ranks call it; a single one returns its own."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return [value]
     from sglang.srt.distributed import get_tp_group

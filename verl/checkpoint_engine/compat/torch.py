@@ -1,4 +1,4 @@
-"""torch 2.13: stores and groups that belong to no global state, and what modules know of their tensors.
+"""torch 2.13: stores and groups outside global state, and properties of modules, tensors and operators.
 
 For FSDP, see `fsdp.py` beside this file.
 """
@@ -70,7 +70,7 @@ def gloo_group(store: Store, rank: int, size: int, *, device: Any, threads: int,
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Of `ProcessGroupNCCL.Options` and `ProcessGroupHCCL.Options`, whose constructors do not take it.
+    """Set the timeout of `ProcessGroupNCCL.Options` or `ProcessGroupHCCL.Options`: their constructors do not accept it.
 
     Private since https://github.com/pytorch/pytorch/pull/56531: `init_process_group` is to set it.
     """
@@ -83,10 +83,10 @@ def hccl_class(torch_npu: Any) -> Any:
 
 
 def limit_collectives(timeout: timedelta) -> None:
-    """Give every process group of this rank the deadline `timeout`; a group takes torch's own unless told otherwise.
+    """Set the deadline of every process group of this rank to `timeout`. A group has torch's default otherwise.
 
-    `torch.distributed.set_timeout` will do for the second half (https://github.com/pytorch/pytorch/pull/187387, not in
-    torch 2.13). No public name lists the groups.
+    `torch.distributed.set_timeout` will set it (https://github.com/pytorch/pytorch/pull/187387, not in torch 2.13). No
+    public name lists the groups.
     """
     for group in distributed_c10d._world.pg_map:
         if isinstance(group, ProcessGroup):  # not one of other ranks
@@ -94,9 +94,9 @@ def limit_collectives(timeout: timedelta) -> None:
 
 
 def allow_amx() -> None:
-    """Have the kernel let this process, and those that it forks, use a processor's AMX tiles, if it has them.
+    """Request AMX tiles from the kernel for this process and those that it forks, if the processor has them.
 
-    The first who computes with them has to ask (https://docs.kernel.org/arch/x86/xstate.html); oneDNN does.
+    The first user of tiles in a process must request them (https://docs.kernel.org/arch/x86/xstate.html); oneDNN does.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
@@ -105,56 +105,56 @@ def allow_amx() -> None:
 def is_persistent(module: torch.nn.Module, name: str) -> bool:
     """Whether a checkpoint holds the buffer `name` of `module` itself.
 
-    `named_buffers` does not tell them apart (https://github.com/pytorch/pytorch/issues/85235). A `state_dict` does, but
-    gathers what is sharded.
+    `named_buffers` lists both kinds (https://github.com/pytorch/pytorch/issues/85235). A `state_dict` has only
+    persistent ones, but gathers sharded tensors.
     """
     return name not in module._non_persistent_buffers_set
 
 
 def changes_of(tensor: torch.Tensor) -> int:
-    """A count that every operation in place adds to; 0 for what was made in inference mode, which has none."""
+    """The number of in-place operations on `tensor`; 0 for one made in inference mode, which is not counted."""
     changes: int = 0 if tensor.is_inference() else tensor._version
     return changes
 
 
 def tied_names(module: torch.nn.Module) -> list[str]:
-    """Patterns of the names of weights that `module` ties, if it is a model of transformers."""
+    """Patterns of the names of tied weights of `module`; empty unless it is a model of transformers."""
     return list(getattr(module, "_tied_weights_keys", None) or ())
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory of `tensor`, which views share, also where that is none: `data_ptr` is 0 there."""
+    """An identity of the storage of `tensor`, which its views share. Unlike `data_ptr` it is never 0."""
     storage: int = tensor.untyped_storage()._cdata
     return storage
 
 
 def children(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The layers right below `module`, by name: its own dict. `named_children` names a layer that is there twice once,
-    and leaves out a name without one."""
+    """The direct children of `module`, by name: its own dict. `named_children` omits a layer's second name, and names
+    without a layer."""
     return module._modules
 
 
 def replace_tensors(module: torch.nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put `replacement(tensor)` in the place of all parameters and buffers, tied ones once.
+    """Replace every parameter and buffer with `replacement(tensor)`, tied ones once.
 
-    Public are its special cases only: `to`, `to_empty`, `cuda`. `to_empty` takes the values of buffers.
+    Only special cases are public: `to`, `to_empty`, `cuda`. `to_empty` loses the values of buffers.
     """
     private: Any = module
     private._apply(replacement)
 
 
 def make_tensor_without_memory(kind: type[torch.Tensor], shape: Iterable[int], dtype: torch.dtype) -> Any:
-    """An instance of `kind` of that shape. How torch documents subclasses that only wrap, private by its name alone."""
+    """An instance of `kind` with this shape and no memory. torch documents this private name for wrapper subclasses."""
     return torch.Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype)
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply all in place, on a device in one kernel. `torch.nn.utils` does it to gradients in `.grad` alone."""
+    """Multiply all `tensors` in place, on a device in one kernel. `torch.nn.utils` does so only for `.grad`."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def record_memory(*, on: bool) -> None:
-    """Note every allocation on CUDA devices, until told otherwise.
+    """Start (`on`) or stop recording every allocation on CUDA devices.
 
     torch documents both functions for memory under their private names: https://github.com/pytorch/pytorch/pull/107660.
     """
@@ -162,17 +162,17 @@ def record_memory(*, on: bool) -> None:
 
 
 def dump_memory(path: str) -> None:
-    """Write what `record_memory` has noted, for https://pytorch.org/memory_viz."""
+    """Write the recorded allocations to `path`, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
 def changes_arguments(operator: Any) -> bool:
-    """Of an operator that a TorchDispatchMode sees: whether it writes into what it is given."""
+    """Whether `operator`, as a TorchDispatchMode sees it, writes to its arguments."""
     return bool(operator._schema.is_mutable)
 
 
 def changed_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The arguments that `operator` writes into."""
+    """The tensors among the arguments that `operator` writes to."""
     arguments = operator._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     for argument in arguments:
@@ -181,7 +181,7 @@ def changed_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def without_changing(operator: Any, changed: Sequence[torch.Tensor]) -> Any:
-    """What an operator that writes into `changed` gives back, for a TorchDispatchMode that does not let it."""
+    """The result of an operator that writes to `changed`, for a TorchDispatchMode that skips the operator."""
     match len(operator._schema.returns):
         case 0:
             return None
@@ -192,5 +192,5 @@ def without_changing(operator: Any, changed: Sequence[torch.Tensor]) -> Any:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples and dicts of them, however deep."""
+    """All tensors in nested lists, tuples and dicts."""
     return (value for value in tree_iter(values) if isinstance(value, torch.Tensor))

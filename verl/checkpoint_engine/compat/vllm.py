@@ -1,4 +1,4 @@
-"""vLLM 0.32: what its processes keep for all their models. Imported in vLLM's processes alone."""
+"""vLLM 0.32: private names of its workers, engine core and layers. Imported only in vLLM's processes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 ASLEEP = "verl_asleep"
-"""Attribute of a worker."""
+"""The attribute of a worker with the tags of its memory that sleeps."""
 
 
 def knows_weight_transfer_engine(name: str) -> bool:
-    """Whether an engine of that name is registered. `register_engine` refuses a name that is there; none asks first."""
+    """Whether an engine `name` is registered. `register_engine` refuses a known name, and no public name checks it."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     return name in WeightTransferEngineFactory._registry
 
 
 def let_workers_answer(method: str, answer: Callable[[Any, str, bool, tuple[str, ...]], dict[str, Any]]) -> None:
-    """Give workers `method`, for `/collective_rpc`: what `answer` returns for the worker's weight-transfer engine, what
-    the caller has sent, whether an update is active, and which memory sleeps. Idempotent.
+    """Give workers `method`, for `/collective_rpc`: it calls `answer` with the worker's weight-transfer engine, the
+    caller's argument, whether an update is active, and the tags of memory that sleeps. Idempotent.
 
-    vLLM's routes for weight updates return nothing of what workers say; a `worker_extension_cls` is the user's.
+    vLLM's routes for weight updates return no worker's result, and `worker_extension_cls` belongs to the user.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -42,8 +42,8 @@ def let_workers_answer(method: str, answer: Callable[[Any, str, bool, tuple[str,
 def guard_resume(
     backend: str, method: str, sent: str, refusal: Callable[[Iterable[dict[str, Any]]], str | None]
 ) -> None:
-    """Have engines whose weights come by `backend` go on only where `refusal` of what workers answer by `method` to
-    `sent` is None; else they raise it, and stay paused. Does nothing but in a process of an engine core. Idempotent."""
+    """Before an engine core with the weight-transfer `backend` resumes, call `method` with `sent` on its workers. If
+    `refusal` of the answers is not None, raise it and stay paused. Does nothing in other processes. Idempotent."""
     core = sys.modules.get("vllm.v1.engine.core")
     if core is None:
         return
@@ -60,8 +60,8 @@ def guard_resume(
 
 
 def note_sleep() -> None:
-    """Have workers remember which of their memory sleeps: vLLM's `/is_sleeping` is true of a server that was paused,
-    too. Called in a worker's process. Idempotent."""
+    """Make workers record the tags of their memory that sleeps, because vLLM's `/is_sleeping` is also true for a paused
+    server. Called in a worker's process. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
     def sleep(inner: Callable[..., None], worker: Any, *arguments: Any, **named: Any) -> None:
@@ -83,7 +83,7 @@ def note_sleep() -> None:
 
 
 def put_around(cls: type, method: str, around: Callable[..., Any]) -> None:
-    """Have `around(inner, worker, ...)` be called for `method`. Once for each `around`: two distributions may have an
+    """Make `cls.method` call `around(inner, worker, ...)`. Idempotent for each `around`: two distributions may have an
     engine each."""
     inner = getattr(cls, method)
     place, layer = f"{around.__module__}.{method}", inner
@@ -102,9 +102,9 @@ def put_around(cls: type, method: str, around: Callable[..., Any]) -> None:
 
 @contextmanager
 def own_rotary_tables() -> Iterator[None]:
-    """Inside, a model that is built gets tables of rotary embeddings of its own.
+    """In this block, a new model gets its own tables of rotary embeddings.
 
-    vLLM keeps them for all models of a process, in a dict that only `shutdown` of its model runner clears.
+    vLLM shares them between all models of a process, in a dict that only `shutdown` of its model runner clears.
     """
     from vllm.model_executor.layers import rotary_embedding
 
@@ -118,14 +118,14 @@ def own_rotary_tables() -> Iterator[None]:
 
 
 def load_numel(parameter: torch.Tensor) -> int:
-    """How many elements its loader fills: fewer than it has where padding is declared, which vLLM does from 0.31 on."""
+    """The number of elements that the loader of `parameter` fills: without declared padding (vLLM 0.31 and later)."""
     return int(getattr(parameter, "weight_loader_numel", parameter.numel()))
 
 
 def know_own_experts(layer: Any) -> None:
-    """A layer of experts that was built on the meta device finds out which of them its rank holds.
+    """Compute the expert map of a `layer` that was built on the meta device: the experts that its rank holds.
 
-    The table of them has been built there, too, and `update` of its manager leaves it where it is.
+    The map was built on the meta device, too, and its manager's `update` leaves it there.
     """
     import torch
 
@@ -135,7 +135,7 @@ def know_own_experts(layer: Any) -> None:
 
 @dataclass(frozen=True)
 class PackedProduct:
-    """A matrix packed by oneDNN, which can only be multiplied with."""
+    """A matrix packed by oneDNN, which supports multiplication only."""
 
     multiply: Callable[[torch.Tensor], torch.Tensor]
     num_inputs: int
@@ -143,9 +143,9 @@ class PackedProduct:
 
 
 def packed_product(value: Any) -> PackedProduct | None:
-    """`value` as vLLM's handle of such a matrix, if that is what it is and holds one.
+    """The packed matrix of `value`, if that is vLLM's handle of one, else None.
 
-    The layers of vLLM for CPUs keep nothing else of their weights. The module of the handle is private as a whole.
+    vLLM's layers for CPUs keep no other form of their weights. The whole module of the handle is private.
     """
     from vllm import _custom_ops as ops
 

@@ -1,7 +1,7 @@
-"""vLLM 0.24: what its workers lack, and do, that those of later versions do not. Imported in vLLM's processes alone.
+"""vLLM 0.24: adapt its workers to the interface of later versions. Imported only in vLLM's processes.
 
-Its workers make an engine out of fewer arguments, and take the model's parameters apart themselves before a load, where
-an engine of 0.25 or later reloads the model as it likes.
+Its workers create a weight-transfer engine with fewer arguments, and unpack the model's parameters themselves before a
+load. From 0.25 on the engine reloads the model itself.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from .vllm import put_around
 
 
 def makes_engines_of_less() -> bool:
-    """Whether this vLLM is such a one."""
+    """Whether this vLLM creates weight-transfer engines without `vllm_config`."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
     return "vllm_config" not in inspect.signature(WeightTransferEngine.__init__).parameters
 
 
 def configuration() -> Any:
-    """Of the worker that makes an engine right now: `adapt_workers` has been called."""
+    """The configuration of the worker that is creating an engine. `adapt_workers` must have been called."""
     from vllm.config import get_current_vllm_config
 
     return get_current_vllm_config()
 
 
 def adapt_workers(name: str) -> None:
-    """Have workers make engines where `configuration` can be asked for, and leave the model to the engine `name`,
-    whatever a caller says. Idempotent."""
+    """Make `configuration` available while workers create engines, and let the engine `name` alone reload the model,
+    whatever `is_checkpoint_format` a caller passes. Idempotent."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.worker.gpu_worker import Worker
 

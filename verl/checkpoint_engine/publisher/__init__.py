@@ -1,4 +1,4 @@
-"""Weights of any training loop into running vLLM servers: `WeightPublisher`, and TRL's trainers through it."""
+"""Push weights of any training loop into running vLLM and SGLang servers; `WeightPublisher`, also for TRL."""
 
 from .publisher import PendingPush, WeightPublisher
 from .trl import TRLWeightTransfer

@@ -1,4 +1,4 @@
-"""What an engine has loaded, and what was pushed."""
+"""Compare the digest of the weights that an engine loaded with that of the pushed ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..memory.committed import committed_digest
 
 
 def require_digest(arena_path: str, version: int, loaded: str) -> None:
-    """Raises ActivationError if the arena is on this host, and its `version` has another digest than `loaded`."""
+    """Raises ActivationError if `loaded` is not the digest of `version` in the arena, which may be on another host."""
     digest = committed_digest(arena_path, version)
     if digest is not None and loaded != digest:
         raise ActivationError(

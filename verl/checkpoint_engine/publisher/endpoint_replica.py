@@ -1,5 +1,5 @@
-"""A server of vLLM or SGLang as a replica of the manager's: it maps the arena of its host's rollout node and loads from
-there."""
+"""A server of vLLM or SGLang as a replica of the manager: it maps the arena of its host's rollout node and loads from
+it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .reports import Reports
 from .sglang_endpoint import IN_PLACE, SGLangEndpoint, is_sglang
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
-"""dtype and shape of each, by its name."""
+"""Tensor name to (dtype, shape)."""
 
 
 class Server(Protocol):
-    """What a push needs of one. Methods that are not async block."""
+    """The interface that a push needs of a server. Methods that are not async block."""
 
     engine: str
 
@@ -36,16 +36,16 @@ class Server(Protocol):
     def resume(self) -> None: ...
     @property
     def is_torn(self) -> bool:
-        """Whether its ranks, which a rescue cannot ask when it is only paused, had begun to load and did not end."""
+        """Whether a load has begun on its ranks and not ended. A rescue cannot find this out while it is paused."""
         ...
 
     def go_on(self, version: int) -> None:
-        """As `EndpointReplica.go_on`, of one that is paused."""
+        """As `EndpointReplica.go_on`, for a paused server."""
         ...
 
     def version(self) -> str: ...
     def again(self, kept: str | None, version: int) -> Mapping[str, Any]:
-        """For its rescue: see `rescue.Again`."""
+        """The data that a rescue needs to load again: see `rescue.Again`."""
         ...
 
 
@@ -75,12 +75,12 @@ class VLLMServer:
         await apart(require_digest, arena_path, version, loaded)
 
     def again(self, kept: str | None, version: int) -> Mapping[str, Any]:
-        """Its rescue knows how."""
+        """Empty: a rescue knows vLLM's requests."""
         return {}
 
 
 class EndpointReplica:
-    """Implements `verl.checkpoint_engine.ports.Replica` over HTTP. Its name is its URL."""
+    """A `verl.checkpoint_engine.ports.Replica` over HTTP. Its name is its URL."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class EndpointReplica:
         writer: Writer | None = None,
         rescue: Rescue | None = None,
     ) -> None:
-        """`node_index`: of its host's node. `timeout_s`: for each request. `reports`: of its host. `writer`: whose the
-        server will be; by default its own. `rescue` sees to it that it does not stay paused. Raises ConfigError for
-        what is no URL."""
+        """`node_index`: that of its host's rollout node. `timeout_s`: for each request. `reports`: those of its host.
+        `writer`: who claims the server, by default this replica. `rescue` resumes the server if this process dies while
+        it is paused. Raises ConfigError for an invalid URL."""
         self.name = url
         self.node_index = node_index
         self._config, self._timeout_s, self._reports = config, timeout_s, reports
@@ -105,9 +105,9 @@ class EndpointReplica:
         self._server: Server = VLLMServer(url, self._writer, timeout_s=timeout_s)
 
     async def check(self, tensors: Tensors) -> Mapping[str, str]:
-        """Called first. Hold names, dtypes and shapes against the engine's model. It goes on serving. Returns tensors
-        that the model has no place for, and which it has instead: they have to be equal. Raises ConfigError,
-        ActivationError, TransportError."""
+        """Compare names, dtypes and shapes with the engine's model, before all else; the server keeps serving. Returns
+        tensor to twin for tensors without a place in the model, which uses the twin: both must have equal values.
+        Raises ConfigError, ActivationError, TransportError."""
         sought, sglang = "server of vLLM or SGLang", None
         try:
             if await apart(is_sglang, self.name):
@@ -144,7 +144,7 @@ class EndpointReplica:
         return await self._server.claim()
 
     async def release(self) -> None:
-        """Others may write it. Raises as `claim`."""
+        """Release the claim, so that another writer can claim the server. Raises as `claim`."""
         await self._server.release()
 
     def _sglang(self) -> SGLangEndpoint:
@@ -159,7 +159,7 @@ class EndpointReplica:
         )
 
     async def pause(self, mode: str) -> None:
-        """If the call was cancelled, a server that pauses afterwards is resumed at once."""
+        """Stop generating. If this call is cancelled and the server pauses later, it is resumed at once."""
         is_paused, given_up = Event(), Event()
         self._is_paused = True
         if self._rescue is not None and not self._server.is_torn:
@@ -193,8 +193,8 @@ class EndpointReplica:
         self._serves()
 
     async def go_on(self, version: int) -> None:
-        """After a push of `version` that was aborted: if this is left paused, serve what it holds, under that name.
-        Raises ActivationError if its weights are torn, TransportError."""
+        """After an aborted push of `version`: if the server is still paused, resume it with the weights that it holds.
+        Raises ActivationError if a load has torn its weights, TransportError."""
         if self._is_paused:
             await self._ask(self._server.go_on, version)
             self._serves()
@@ -217,7 +217,7 @@ class EndpointReplica:
             raise type(exc)(f"{self._server.engine} does not answer: {exc.message}", member=self.name) from exc
 
     async def sleep(self) -> None:
-        """The server's memory is its own business, as is the rest below."""
+        """Does nothing, as the methods below: the user manages the server's memory."""
 
     async def wake_up(self) -> None: ...
 

@@ -1,7 +1,7 @@
-"""Whose a server of this host is, where its engine's workers know no writers: SGLang's.
+"""Claims of servers of this host whose engine has no notion of writers: SGLang's.
 
-A locked file beside the arenas, one for each port: the system lets go of it when its process ends, however that ends.
-Publishers whose files are elsewhere (`VERL_SHM_DIR`), as those of another container, do not see each other.
+A claim is a locked file beside the arenas, one per port. The kernel unlocks it when the publisher's process ends, even
+if killed. Publishers with another `VERL_SHM_DIR`, for instance in another container, do not see each other's claims.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_forget_all)  # a DataLoader's worker outlive
 
 
 class HostClaims:
-    """Of one publisher, on the host of its servers. Released when it is closed, or its process ends."""
+    """The claims of one publisher on servers of this host. They end with `close`, or with this process."""
 
     def __init__(self, shm_dir: Path) -> None:
         self._shm_dir = shm_dir
@@ -48,11 +48,11 @@ class HostClaims:
         _open.add(self)
 
     def claim(self, url: str, who: str, *, waits: bool = False) -> str | None:
-        """Make the server at `url` this one's, if it is not yet: what tells it from others of this host. `who` it is,
-        others are told.
+        """Claim the server at `url`, unless it is claimed already. Returns its name, unique on this host. `who`: this
+        publisher, for the errors of others.
 
-        Raises ConfigError that says whose it is. `waits`: returns None instead while it is that of a rescue, which is
-        soon done.
+        Raises ConfigError naming another owner. With `waits` it returns None instead while the owner is a rescue, which
+        ends soon.
         """
         name = _name_of(url)
         while name not in self._files:
@@ -91,27 +91,27 @@ class HostClaims:
         return False
 
     def release(self, url: str) -> None:
-        """Others may write it. Idempotent."""
+        """Release the claim on the server at `url`. Idempotent."""
         if (file := self._files.pop(_name_of(url), None)) is not None:
             (self._shm_dir / _name_of(url)).unlink(missing_ok=True)
             os.close(file)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release all claims. Idempotent."""
         while self._files:
             name, file = self._files.popitem()
             (self._shm_dir / name).unlink(missing_ok=True)
             os.close(file)
 
     def forget(self) -> None:
-        """In a fork, whose it is not."""
+        """Drop all claims in a fork of this process, without releasing them."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()
 
 
 def claim_path(shm_dir: Path, url: str) -> Path:
-    """The file that is locked by whose the server at `url` is."""
+    """The file that the owner of the server at `url` locks."""
     return shm_dir / _name_of(url)
 
 

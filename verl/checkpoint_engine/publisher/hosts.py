@@ -1,4 +1,4 @@
-"""On which host each server is, and the rollout node from whose memory the servers of a host load."""
+"""Find the host of each server, and the rollout node from whose memory the servers of that host load."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .remote_node import COMMAND, ReportsThere, remote_node
 from .reports import Reports, ReportsHere
 
 HERE = 0
-"""Index of the node in this process."""
+"""The index of the node in this process."""
 
 
 class Hosts:
-    """The node of this process, and those that processes on other hosts hold. Each is made when it is first needed."""
+    """The rollout node of this process, and those of `verl-sync node` on other hosts. Each is made on first use."""
 
     def __init__(self, nodes: Sequence[str], key_file: Path | None, config: CheckpointEngineConfig) -> None:
-        """`nodes`: `host:port` of each process. Raises ConfigError for what is none, for one key file that is missing,
-        and for hosts that nobody knows."""
+        """`nodes`: `host:port` of each process. Raises ConfigError for invalid `nodes`, a missing key file, and names
+        of unknown hosts."""
         if nodes and key_file is None:
             raise ConfigError(f"nodes={list(nodes)} need node_key, the file with the key of `{COMMAND}`")
         self._config = config
@@ -39,10 +39,10 @@ class Hosts:
         self._job = f"publisher-{os.getpid()}-{secrets.token_hex(4)}"
         self._reports = ReportsHere(envs.shm_dir())
         self.nodes: dict[int, NodePort] = {}
-        """Those that are in use, by their index."""
+        """The nodes in use, by index."""
 
     def index_of(self, url: str) -> int:
-        """Of the node for the server at `url`. Raises ConfigError if its host has none."""
+        """The index of the node for the server at `url`. Raises ConfigError if its host has none."""
         host = urllib.parse.urlsplit(url).hostname or ""
         addresses = _addresses_of(host)
         for index, known in enumerate(self._addresses, HERE + 1):
@@ -57,7 +57,7 @@ class Hosts:
         )
 
     def node(self, index: int) -> NodePort:
-        """That node, from now on in use: its user takes it out of `nodes` when it closes it."""
+        """The node with this index, which is in use from now on: who closes it removes it from `nodes`."""
         if index not in self.nodes:
             self.nodes[index] = (
                 RolloutNode(HERE, self._config, job=self._job, shm_dir=envs.shm_dir())
@@ -67,11 +67,11 @@ class Hosts:
         return self.nodes[index]
 
     def reports(self, index: int) -> Reports:
-        """Where ranks of servers on the host of that node answer."""
+        """The reports of the host of this node, in which ranks of its SGLang servers answer."""
         return self._reports if index == HERE else ReportsThere(lambda: self.nodes[index])
 
     def close(self) -> None:
-        """Remove what ranks on this host have answered to nobody. Idempotent."""
+        """Remove answers of ranks on this host that were not read. Idempotent."""
         self._reports.close()
 
 

@@ -1,4 +1,4 @@
-"""What this process holds of a torch module, or of named tensors: a `WeightSource`. No method communicates."""
+"""A `WeightSource` of this process's part of a torch module, or of named tensors. No method communicates."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from ..plan.types import ITEMSIZE, Box, Shard, TensorSpec
 from ..support.finite import extremes, named_extremes
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
-"""What `torch.compile`, activation checkpointing and DDP put into names: the last one at their beginning only."""
+"""What `torch.compile`, activation checkpointing and DDP add to names; the last one only at their beginning."""
 COMPUTED_FROM = ("orig", "g")
-"""Ends of names of parameters: `torch.nn.utils` makes a weight of them (pruning, spectral and weight norm)."""
+"""Suffixes of parameters from which `torch.nn.utils` computes a weight (pruning, spectral and weight norm)."""
 PARAMETERS = ("weight", "bias")
-"""Names that layers of torch give them: a plain tensor in their place is in no checkpoint."""
+"""Parameters of torch's layers. A plain tensor under such a name is in no checkpoint."""
 EXTRA = "_extra_state"
-"""Of names in checkpoints that are no weight's."""
+"""The suffix of entries in checkpoints that are no weights."""
 KEPT_ELSEWHERE = {
     "ds_id": "divided among ranks by DeepSpeed's ZeRO-3: gather it (GatheredParameters)",
     "quant_state": "packed by bitsandbytes: dequantize the model",
     "SCB": "quantized by bitsandbytes: dequantize the model",
 }
-"""Attributes of parameters whose values are not the weights, what these are, and what to do."""
+"""Attributes of parameters whose values are not the weights: attribute to the cause and the remedy."""
 
 
 class ModelSource:
-    """Reads names, shardings and values as they are when they are asked for, between `refresh` and `release`.
+    """Reads the model between `refresh` and `release`: names and shardings of the `refresh`, values at each call.
 
-    A DTensor (FSDP2, tensor parallelism) is the boxes that this rank holds; any other tensor is on every rank whole,
-    and rank 0's is sent: replicas may differ, as running statistics do, and no version is a mixture of them.
+    Of a DTensor (FSDP2, tensor parallelism) this rank holds boxes. Every rank holds any other tensor whole, and rank 0
+    sends it: replicas may differ, as running statistics do, and no version may mix them.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class ModelSource:
         *,
         allow_nonfinite: bool = False,
     ) -> None:
-        """`dtype`: what floating-point tensors are sent in, `bfloat16` for instance; None: as they are held. Unless
-        `allow_nonfinite`, `view` and `copy` raise ConfigError for NaN and for what is infinite in that dtype.
+        """`dtype`: the dtype in which floating-point tensors are sent, such as `bfloat16`; None: their own. Unless
+        `allow_nonfinite`, `view` and `copy` raise ConfigError for NaN and for values that are infinite in that dtype.
 
-        Raises ConfigError for a `dtype` that torch does not know, for a `model` that cannot be read again at every
-        push, and as `refresh`.
+        Raises ConfigError for an unknown `dtype`, for a `model` that is neither a module nor a mapping, and as
+        `refresh`.
         """
         if not isinstance(model, (nn.Module, Mapping)):
             raise ConfigError(
@@ -65,19 +65,18 @@ class ModelSource:
             raise ConfigError(f"dtype={dtype!r} is no floating-point type of torch, such as bfloat16")
         self._model, self._sent, self._allow_nonfinite = model, sent, allow_nonfinite
         self.sends_whole = True
-        """Whether it sends what every rank has whole: rank 0 does, as it would save a checkpoint."""
+        """Whether this rank sends the tensors that every rank has whole: rank 0 does."""
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._changes: Mapping[str, int] = {}
-        """How often each had been written into, when it was looked at."""
+        """The number of writes to each tensor at the last `refresh`."""
         self.refresh()
 
     def refresh(self) -> None:
-        """See which tensors the model has now. Called on the thread that trains, on every rank; nothing is copied.
+        """Read the names and shardings of the model's tensors. Called on every rank, on the thread that trains.
 
-        A module that FSDP2 has gathered, as it leaves the root after a forward pass, is resharded: what is gathered is
-        FSDP's to free. Raises ConfigError for what has no tensors, for FSDP1, for adapters beside their matrices, for
-        weights that are computed from others or have other names in a checkpoint, and for what is no tensor with values
-        of its own, in order.
+        It reshards modules that FSDP2 has gathered, such as the root after a forward pass, because FSDP may free
+        gathered values. Raises ConfigError for a model without tensors, FSDP1, unmerged adapters, weights that are
+        computed from others or have other names in a checkpoint, and tensors without dense values of their own.
         """
         model = self._model
         self._tensors = _named_tensors(model) if isinstance(model, nn.Module) else _mapped(model)
@@ -112,7 +111,7 @@ class ModelSource:
                 )
 
     def release(self) -> None:
-        """Forget the tensors until the next `refresh`: the model may have let go of them."""
+        """Drop the references to the tensors until the next `refresh`, so that the model can free them."""
         self._tensors = {}
 
     def _dtype_of(self, tensor: torch.Tensor) -> str:
@@ -153,7 +152,7 @@ class ModelSource:
         self._require_unchanged(shard.name)
 
     def may_be_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors of one shape and dtype have the same bits, as far as this rank holds the same of both."""
+        """False if two tensors of one shape and dtype differ in this rank's part; True if it has different parts."""
         boxes = self._boxes[name]
         if [*boxes] != [*self._boxes[other]]:
             return True

@@ -1,4 +1,4 @@
-"""The key by which a publisher and the rollout nodes on other hosts know each other: a file, the same on all hosts."""
+"""The shared key of a publisher and the rollout nodes on other hosts: a file, the same on all hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST_LENGTH = 32
 
 
 def make_key(file: Path) -> bool:
-    """Write a new key into `file`, which only this user may read; False if there is one. Raises ConfigError."""
+    """Write a new key into `file`, which only this user may read; False if the file exists. Raises ConfigError."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -30,7 +30,7 @@ def make_key(file: Path) -> bool:
 
 
 def key_in(file: Path) -> bytes:
-    """Raises ConfigError for a file that is not there, that others may read, or that is too short to be a secret."""
+    """Read the key. Raises ConfigError if the file is missing, readable by others, or too short for a secret."""
     try:
         if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"others may read the key file {file}: chmod 600 {file}")

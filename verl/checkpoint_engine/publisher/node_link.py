@@ -1,4 +1,4 @@
-"""One connection between a publisher and a rollout node on another host: calls, answers, and nobody else's.
+"""An authenticated connection between a publisher and a rollout node on another host, for calls and answers.
 
     publisher                    node
     nonce                  -->
@@ -6,8 +6,8 @@
     proof                  -->
     frame, frame, ...     <-->   frame, frame, ...
 
-A frame is its length, a tag and a message. Tags are keyed by both nonces and count frames, so what is forged, repeated
-or left out ends the connection. Nothing is secret: whoever can read the network sees names and sizes of tensors.
+A frame is its length, a tag and a message. Tags are keyed by both nonces and count frames, so a forged, repeated or
+missing frame ends the connection. Frames are not encrypted: the network can read names and sizes of tensors.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NONCE_NBYTES: Final = 32
 PROOF_NBYTES: Final = 32
 LENGTH = struct.Struct("<Q")
 MOST_NBYTES = 2**30
-"""Of a message. The plan of a model with a million pieces takes some ten megabytes."""
+"""The most bytes of a message. The plan of a model with a million pieces has some ten megabytes."""
 HANDSHAKE_S = 10.0
 SILENT_S = 10
-"""A peer whose host is gone is noticed after about twice as long."""
+"""Keep-alive idle time in seconds; the loss of a peer's host is noticed after about twice this."""
 OPEN = "open"
-"""The first call: make a node with this index and configuration for this job."""
+"""The first call: make a node with an index and a configuration, for a job."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
@@ -48,7 +48,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Whoever made that call does not wait for its answer any more."""
+    """The caller of that call does not wait for its answer any more."""
 
     number: int
 
@@ -61,7 +61,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 class Failure(msgspec.Struct, frozen=True, tag=True):
     number: int
     kind: str
-    """Name of a class in `errors`."""
+    """The name of a class in `errors`."""
     message: str
     version: int | None
     phase: str | None
@@ -83,7 +83,7 @@ Message = Call | Cancel | Answer | Failure
 
 
 class Signature:
-    """What a method of a `NodePort` takes and returns."""
+    """The types of arguments and result of a method of `NodePort`."""
 
     def __init__(self, arguments: Sequence[Any], returned: Any) -> None:
         self.arguments: Any = tuple.__class_getitem__(tuple(arguments))
@@ -101,11 +101,11 @@ METHODS: dict[str, Signature] = {
     **{call: _signature_of(getattr(Reports, name)) for call, name in METHODS_BY_CALL.items()},
     **{name: _signature_of(getattr(NodePort, name)) for name in sorted(methods_of(NodePort))},
 }
-"""All that may be called, by name."""
+"""The methods that a publisher may call, by name."""
 
 
 class Link:
-    """One end. Frames are read by one task; any may send."""
+    """One end of the connection. One task receives frames; any task may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: bytes, own: bytes) -> None:
         self._reader, self._writer, self._session = reader, writer, session
@@ -114,7 +114,7 @@ class Link:
         self._sending = asyncio.Lock()
 
     async def send(self, message: Message) -> None:
-        """Raises OSError."""
+        """Send one frame. Raises OSError."""
         payload = msgspec.msgpack.encode(message)
         async with self._sending:
             tag = _tag(self._session, self._own, self._sent, payload)
@@ -124,7 +124,7 @@ class Link:
             await self._writer.drain()
 
     async def receive(self) -> Message:
-        """Raises OSError or EOFError when the other end is gone, TransportError for what is no frame of its."""
+        """Receive one frame. Raises OSError or EOFError if the peer is gone, TransportError for a forged frame."""
         (nbytes,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if nbytes > MOST_NBYTES:
             raise TransportError(f"a message of {nbytes} bytes")
@@ -143,7 +143,7 @@ PUBLISHER, NODE = b"publisher", b"node"
 
 
 async def ask_in(host: str, port: int, key: bytes) -> Link:
-    """The publisher's end. Raises OSError, EOFError; TransportError if the other end has another key."""
+    """Connect as the publisher. Raises OSError, EOFError; TransportError if the node has another key."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         _keep_alive(writer)
@@ -159,7 +159,7 @@ async def ask_in(host: str, port: int, key: bytes) -> Link:
 
 
 async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> Link:
-    """The node's end. Raises as `ask_in`."""
+    """Accept a publisher as the node. Raises as `ask_in`."""
     _keep_alive(writer)
     other = await reader.readexactly(NONCE_NBYTES)
     nonce = secrets.token_bytes(NONCE_NBYTES)

@@ -1,4 +1,4 @@
-"""The process that holds rollout nodes for publishers on other hosts: one node for each connection."""
+"""The process of `verl-sync node`: it runs one rollout node per connected publisher of another host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(host: str, port: int, key: bytes, shm_dir: Path) -> None:
-    """Let publishers in that know `key`, until this is cancelled. Raises OSError for a place that is taken."""
+    """Serve publishers that have `key`, until this is cancelled. Raises OSError if the port is in use."""
     held: set[asyncio.Task[None]] = set()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,7 +67,7 @@ async def _hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key:
 
 
 class HeldNode:
-    """The node of one publisher."""
+    """The rollout node of one publisher, and the reports of its SGLang servers."""
 
     def __init__(self, link: Link, shm_dir: Path) -> None:
         self._link, self._shm_dir = link, shm_dir
@@ -76,7 +76,7 @@ class HeldNode:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def answer(self) -> None:
-        """Do what is asked, several things at a time. Raises as `Link.receive` when the publisher is gone."""
+        """Answer calls, several at a time, until the publisher is gone. Raises as `Link.receive`."""
         while True:
             message = await self._link.receive()
             if isinstance(message, Cancel):
@@ -116,7 +116,7 @@ class HeldNode:
         self._node = RolloutNode(index, config, job=job, shm_dir=self._shm_dir)
 
     async def close(self) -> None:
-        """End what is under way, and remove the arena and what ranks have answered."""
+        """Cancel active calls, and remove the arena and the answers of ranks."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

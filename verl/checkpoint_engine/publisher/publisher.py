@@ -1,11 +1,11 @@
-"""`WeightPublisher`: pushes the weights of a training loop into servers of vLLM and SGLang, as transactions.
+"""`WeightPublisher`: pushes the weights of a training loop into servers of vLLM and SGLang, in transactions.
 
     publisher = WeightPublisher(model, endpoints=["http://127.0.0.1:8000"])
     report = publisher.push(version=step)          # every server serves it, or SyncAborted
 
-It is a `CheckpointEngineManager` with a rollout node in the process that trains, and others in processes that run
-`verl-sync node` on other hosts: pause, verification, rollback, deadlines and reports are those of every sync. Under
-`torchrun` every rank makes one and pushes; rank 0 manages.
+It runs a `CheckpointEngineManager` with a rollout node in the process that trains, and others in `verl-sync node` on
+other hosts: pause, verification, rollback, deadlines and reports are those of every sync. Under `torchrun` every rank
+makes a publisher and pushes; rank 0 runs the manager.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from .ranks import Ended, PublishingRank, Ranks, rank_and_size
 logger = logging.getLogger(__name__)
 
 ENDS_WITHIN_S = 2.0
-"""A push that goes on, when its publisher is closed; and the same again what else is to be closed."""
+"""The time that `close` gives an active push to end, and then as much to close the members."""
 
 
 class PendingPush:
-    """A push that runs while the loop trains."""
+    """A push that continues while the loop trains."""
 
     def __init__(self, outcome: Future[SyncReport]) -> None:
         self._outcome = outcome
@@ -63,7 +63,7 @@ class PendingPush:
         return self._outcome.done()
 
     def result(self) -> SyncReport:
-        """Wait for it. Raises as `WeightPublisher.push`."""
+        """Wait for the push and return its report. Raises as `WeightPublisher.push`."""
         return self._outcome.result()
 
 
@@ -71,7 +71,7 @@ class CheckedReplica(Replica, Protocol):
     """A replica that can check beforehand whether the weights fit its model."""
 
     async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
-        """Returns tensors that its model has no place for, and which it has instead: they have to be equal."""
+        """Compare with the model. Returns tensor to twin as `EndpointReplica.check`: their values must be equal."""
         ...
 
     async def claim(self) -> str:
@@ -82,13 +82,13 @@ class CheckedReplica(Replica, Protocol):
     async def release(self) -> None: ...
 
     async def go_on(self, version: int) -> None:
-        """After a push of `version` that was aborted: if it is left paused, serve what it holds, under that name.
-        Raises ActivationError if its weights are torn, TransportError."""
+        """After an aborted push of `version`: if the server is still paused, resume it with the weights that it holds.
+        Raises ActivationError if a load has torn its weights, TransportError."""
         ...
 
 
 class WeightPublisher:
-    """Pushes a loop's weights into servers of vLLM or SGLang. Used from the thread that trains.
+    """Pushes a training loop's weights into servers of vLLM or SGLang. Used from the thread that trains.
 
     Use as a context manager, or call `close`. The arena of each host with servers, in shared memory, has room for two
     versions of the weights (`config={"slots": 1}`: one). Servers run as the user of the process that owns the arena:
@@ -111,16 +111,15 @@ class WeightPublisher:
         """`model`: a module, one sharded by torch's `fully_shard`, or tensors by the names of the checkpoint; borrowed.
 
         `endpoints`: URLs of vLLM or SGLang servers, or a file with one in each line, read again at every push. `dtype`:
-        what floating-point tensors are sent in; None: as held. `config`: keys of `checkpoint_engine`, such as
-        `{"pause_mode": "keep"}`. `report_path`: a file that gets every report as a line of JSON. `nodes`: `host:port`
-        of each `verl-sync node`, whose key is in the file `node_key`; servers of other hosts need one on their host,
-        and weights travel by `checkpoint_engine.backend=tcp` unless `config` names another.
+        the dtype in which floating-point tensors are sent; None: their own. `config`: keys of `checkpoint_engine`, such
+        as `{"pause_mode": "keep"}`. `report_path`: a file to which every report is appended as a line of JSON. `nodes`:
+        `host:port` of each `verl-sync node`, with the key in the file `node_key`. Servers of another host need one on
+        their host; weights travel by `checkpoint_engine.backend=tcp` unless `config` names another.
 
-        Under `torchrun` every rank calls it, after `init_process_group`; the endpoints are rank 0's. With `alone` this
-        rank alone does: it has every tensor whole. With `allow_nonfinite` NaN and infinite weights are pushed; they are
-        refused otherwise.
+        Under `torchrun` every rank calls it after `init_process_group`; rank 0 uses its endpoints. With `alone` only
+        this rank calls it: it has every tensor whole. NaN and infinite weights are refused without `allow_nonfinite`.
 
-        Raises ConfigError, BackendUnavailable. Nothing is reserved, and no server asked, before the first push.
+        Raises ConfigError, BackendUnavailable. It reserves no memory and calls no server before the first push.
         """
         across_hosts = {"backend": "tcp"} if nodes else {}
         settings = CheckpointEngineConfig.from_mapping(across_hosts | dict(config or {}))
@@ -133,13 +132,13 @@ class WeightPublisher:
         self._ranks = Ranks(self._member, timeout_s=self._timeout_s, alone=alone)
         self._endpoints, self._known = endpoints, dict[str, CheckedReplica]()
         self._checked: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """dtypes and shapes that were held against the models of those who are known."""
+        """The dtypes and shapes that the known servers have checked."""
         self._writer = Writer.here("publisher")
         self._rescue = Rescue(envs.shm_dir(), ANSWERS, self._writer)
         self._copies: dict[str, Mapping[str, str]] = {}
-        """By name, what its `check` returned."""
+        """Server name to the result of its `check`."""
         self._servers: dict[str, str] = {}
-        """By name, what tells a server from others, and from one that was started in its place."""
+        """Server name to its identity, which changes when the server is restarted."""
         self._manager: CheckpointEngineManager | None = None
         if self._ranks.rank == 0:
             self._hosts = Hosts(nodes, node_key, settings)
@@ -171,7 +170,7 @@ class WeightPublisher:
 
         Raises SyncAborted: its cause is the first failure. If no server could load the version, those that answer serve
         the previous one. If some could, they serve it; the error names the others, and the next push retries them. For
-        NaN or infinite weights the cause is a ConfigError that names the tensor.
+        NaN or infinite weights the cause is a ConfigError naming the tensor.
         Raises ConfigError for a server that cannot load our weights, ActivationError for weights that do not fit its
         model; the server continues to serve.
         """
@@ -197,8 +196,8 @@ class WeightPublisher:
     def close(self) -> None:
         """Release the arena; servers keep their weights. Every rank calls it. Idempotent.
 
-        It cancels an active push after `ENDS_WITHIN_S`, and does not wait for a server or host that does not answer,
-        nor for other ranks, which are told in their next push: it returns within 5 s.
+        It cancels an active push after `ENDS_WITHIN_S`, and waits neither for a server or host that does not answer
+        nor for other ranks, whose next push fails: it returns within 5 s.
         """
         if self._closed or os.getpid() != self._process:  # a fork has none of its threads
             return
@@ -432,7 +431,7 @@ async def _release(replicas: Iterable[CheckedReplica]) -> None:
 
 
 def urls_of(endpoints: Sequence[str] | Path) -> list[str]:
-    """Each URL once, without a slash at its end. Raises ConfigError for an empty list or an invalid URL."""
+    """The URLs of `endpoints`, each once, without a trailing slash. Raises ConfigError for none or an invalid one."""
     if isinstance(endpoints, (str, bytes)) or not isinstance(endpoints, (Path, Iterable)):
         raise ConfigError(f"endpoints is a list of URLs, or a Path to a file of them: [{endpoints!r}]?")
     if isinstance(endpoints, Path):

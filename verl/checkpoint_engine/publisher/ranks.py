@@ -1,8 +1,8 @@
 """The ranks of a `torchrun` as members of a sync that rank 0 manages.
 
-What the manager asks of the ranks at one time is one round: rank 0 broadcasts it, every rank does its part, and rank 0
-gathers what came out, also what a rank has found wrong before it. The last round tells everybody how the push ended. A
-process group of its own (gloo) carries them, so that a push may go on while the ranks train.
+Calls of the manager to the ranks at one time form a round: rank 0 broadcasts them, every rank executes its own, and
+rank 0 gathers the results, errors included. The last round broadcasts the outcome of the push. Rounds use their own
+gloo process group, so that a push may continue while the ranks train.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..sync.trainer_rank import TrainerRank
 from .model_source import ModelSource
 
 TELLS_WITHIN_S = 1.0
-"""That a push has failed; ranks that come later are told then."""
+"""How long rank 0 waits for others to receive a failure; a later rank receives it when it pushes."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a push ended: on every rank the same."""
+    """The outcome of a push, the same on every rank."""
 
     report: SyncReport | None = None
     error: BaseException | None = None
 
     def result(self) -> SyncReport:
-        """Raises `error`."""
+        """Return the report, or raise `error`."""
         if self.error is not None:
             raise self.error
         assert self.report is not None  # of a push
@@ -56,14 +56,14 @@ class Ended:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of the default process group; (0, 1) without one."""
+    """Rank and size of the default process group; (0, 1) without one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 class PublishingRank(TrainerRank):
-    """Reads the model's tensors again for every push; reports the start and the end of the copy."""
+    """A trainer rank that reads the model's tensors again for every push, and sets `has_begun` as a copy starts."""
 
     def __init__(self, index: int, source: ModelSource, config: CheckpointEngineConfig) -> None:
         super().__init__(index, source, config)
@@ -73,9 +73,9 @@ class PublishingRank(TrainerRank):
         self._refused: CheckpointEngineError | None = None
 
     def look(self, version: SupportsIndex) -> int:
-        """Read the model's tensors, to push them as `version`; its number. Called by the thread that trains.
+        """Read the model's tensors for a push of `version`; return its number. The training thread calls it.
 
-        `require_looked` raises its errors, so that the other ranks, which wait for this one, get them, too.
+        It keeps errors; `require_looked` raises them within the push, so that the other ranks get them, too.
         """
         self._pushes, self._refused = -1, None
         try:
@@ -107,10 +107,10 @@ class PublishingRank(TrainerRank):
 
 
 class Ranks:
-    """All ranks of the default process group, this one included. Made by all of them at once."""
+    """All ranks of the default process group. All ranks construct it together: that is a collective."""
 
     def __init__(self, member: TrainerRank, *, timeout_s: float, alone: bool = False) -> None:
-        """`timeout_s`: for each round. Without a process group, and if it is `alone`, this rank is the only one."""
+        """`timeout_s`: for each round. Without a process group, or with `alone`, this rank is the only one."""
         self.rank, self.world_size = (0, 1) if alone else rank_and_size()
         self.member = member
         self._group: Any = None
@@ -123,15 +123,15 @@ class Ranks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher-round")
 
     def ports(self) -> list[TrainerPort]:
-        """For the manager, on rank 0."""
+        """The ports of all ranks, for the manager on rank 0."""
         if self._group is None:
             return [self.member]
         return [cast(TrainerPort, _Port(self, rank)) for rank in range(self.world_size)]
 
     def serve(self) -> Ended:
-        """Do what rank 0 asks, until the push has ended. Called on every other rank; blocks.
+        """Execute the rounds of rank 0 until the push has ended. Called on every other rank; blocks.
 
-        Raises TransportError if rank 0, or another rank, does not answer any more.
+        Raises TransportError if a rank does not answer any more.
         """
         while True:
             asked: list[Any] = [None]
@@ -141,9 +141,9 @@ class Ranks:
             self._do(asked[0])
 
     def end(self, ended: Ended) -> None:
-        """Tell the other ranks, after the round that they are in. Called on rank 0.
+        """Broadcast the outcome after the current round. Called on rank 0.
 
-        Those that are gone are not missed before the next push. Of an error, those that come late are told then.
+        A dead rank is noticed at the next push. After TELLS_WITHIN_S, late ranks receive an error when they push.
         """
         if self._group is None:
             return
@@ -151,7 +151,7 @@ class Ranks:
         wait([told], None if ended.error is None else TELLS_WITHIN_S)
 
     async def ask(self, rank: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Called on rank 0's event loop. Others that ask before it gives way are in the same round."""
+        """Call `method` on `rank`, from rank 0's event loop. Calls made before the loop yields share a round."""
         call = Call(rank, method, arguments, asyncio.get_running_loop().create_future())
         self._asked.append(call)
         if self._round is None or self._round.done():
@@ -200,7 +200,7 @@ class Ranks:
             ) from exc
 
     def close(self) -> None:
-        """Forget the group, as far as torch can: ranks that ask for this one are told that it is gone."""
+        """Destroy the process group. Ranks that call this one then get a TransportError."""
         self._thread.shutdown(wait=False)
         self._loop.close()
         if self._group is not None:
@@ -236,7 +236,7 @@ for _method in methods_of(TrainerPort) - {"close"}:
 
 
 def number_of(version: SupportsIndex) -> int:
-    """Raises ConfigError for an invalid version number."""
+    """`version` as an int. Raises ConfigError unless it is an integer of 0 to 2**63 - 1."""
     try:
         is_bool = isinstance(version, bool) or getattr(version, "dtype", None) == torch.bool
         number = None if is_bool else operator.index(version)

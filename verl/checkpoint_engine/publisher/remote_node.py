@@ -1,4 +1,4 @@
-"""A rollout node in a process of another host, as the manager of a `WeightPublisher` sees it."""
+"""The manager's port to a rollout node of `verl-sync node` on another host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COMMAND = f"python -m {PACKAGE}.node"
 
 
 class RemoteNode:
-    """A `NodePort`. Connects when it is first called, and again after its process or its host was gone.
+    """A `NodePort` over a `Link`. It connects at its first call, and again after the node's process or host was lost.
 
-    Called on one event loop. The node lives as long as the connection: a process that has lost its publisher removes
-    the arena.
+    Called on one event loop. The node lives as long as the connection: its process removes the arena when the publisher
+    is gone.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RemoteNode:
         return f"{self._place[0]}:{self._place[1]}"
 
     async def ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """What `method` of the node returns. Raises what it raises; TransportError if it cannot be reached."""
+        """Call `method` of the node. Raises the node's errors; TransportError if it cannot be reached."""
         async with self._connecting:
             link = self._link or await self._connected()
         return await self._ask(link, method, arguments)
@@ -116,7 +116,7 @@ class RemoteNode:
         return TransportError(f"the rollout node at {self._at} has gone", member=self.name)
 
     async def close(self) -> None:
-        """Have the arena removed. A node that is not connected has none."""
+        """Remove the arena, if the node is connected: without a connection it has none."""
         if self._link is not None:
             link = self._link
             with suppress(*GONE):
@@ -142,15 +142,15 @@ for _method in methods_of(NodePort) - {"close"}:
 def remote_node(
     index: int, place: tuple[str, int], key: bytes, config: CheckpointEngineConfig, *, job: str
 ) -> NodePort:
-    """The node that the process at `place` makes for `job`."""
+    """The node of `job` in the process at `place` (host, port)."""
     return cast(NodePort, RemoteNode(index, place, key, config, job))
 
 
 class ReportsThere:
-    """`Reports` of another host, where a process holds a node."""
+    """`Reports` of another host, through its rollout node."""
 
     def __init__(self, node: Callable[[], object]) -> None:
-        """`node()`: the RemoteNode that is in use."""
+        """`node()` returns the host's RemoteNode."""
         self._node = cast(Callable[[], RemoteNode], node)
 
     async def make(self) -> str:

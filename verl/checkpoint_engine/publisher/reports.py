@@ -1,4 +1,4 @@
-"""Directories in which the ranks of an SGLang server answer, on its host: see `engines.sglang.orders`."""
+"""Directories on the host of an SGLang server, in which its ranks answer orders: see `engines.sglang.orders`."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from .host_claims import HostClaims
 
 PREFIX = "sglang-reports-"
 MAKE, TAKE, CLAIM, RELEASE = "make_reports", "take_reports", "claim", "release"
-"""What a process that holds nodes is asked for."""
+"""Calls to a `verl-sync node` on the host."""
 METHODS_BY_CALL = {MAKE: "make", TAKE: "take", CLAIM: "claim", RELEASE: "release"}
-"""Of `Reports`."""
+"""Calls to methods of `Reports`."""
 
 
 class Reports(Protocol):
-    """Of one host. Every method raises ActivationError."""
+    """Reports of SGLang ranks on one host, and claims of its servers. Every method raises ActivationError."""
 
     async def make(self) -> str:
-        """A new directory there, for the answers to one order: a rank that answers late does not answer the next."""
+        """Make a directory for the answers to one order. A late answer then never counts for the next order."""
         ...
 
     async def take(self, directory: str) -> dict[int, bytes]:
-        """What each rank has written into `directory`, which is removed."""
+        """Return the answer of each rank in `directory`, and remove it."""
         ...
 
     async def claim(self, url: str, who: str) -> str:
-        """As `HostClaims.claim`, on that host. Waits for a rescue that has it. Raises ConfigError, TransportError."""
+        """As `HostClaims.claim`, on that host; waits for a rescue to end. Raises ConfigError, TransportError."""
         ...
 
     async def release(self, url: str) -> None: ...
 
 
 class ReportsHere:
-    """Of this host, beside its arenas: whoever maps those sees them. Removed with this process, however it ends."""
+    """`Reports` of this host, in directories beside its arenas. A janitor removes them when this process ends."""
 
     def __init__(self, shm_dir: Path) -> None:
         self._shm_dir = shm_dir
@@ -85,7 +85,7 @@ class ReportsHere:
         self._claims.release(url)
 
     def close(self) -> None:
-        """Remove what was not taken. Idempotent."""
+        """Remove answers that were not taken, and release all claims. Idempotent."""
         self._claims.close()
         if self._janitor is not None:
             self._janitor.close()

@@ -1,9 +1,9 @@
-"""A running SGLang server into which a `WeightPublisher` pushes: SGLang's own HTTP routes, and our loader in its ranks.
+"""Push into a running SGLang server through its own HTTP routes, with our loader in its ranks.
 
     python -m sglang.launch_server --model-path MODEL \\
         --custom-weight-loader verl.checkpoint_engine.engines.sglang.loader.load
 
-An order to the loader travels as the name of an empty tensor; ranks answer in files of their host: see
+An order to the loader is sent as the name of an empty tensor; ranks answer in files on their host: see
 `engines.sglang.orders`.
 """
 
@@ -36,23 +36,23 @@ logger = logging.getLogger(__name__)
 
 IN_PLACE = "in place"
 MODES = {"abort": "abort", "keep": "retract", IN_PLACE: "in_place"}
-"""SGLang's words. `retract`: requests go back to the queue, and are computed again from their tokens; `in_place`: they
-stay where they are, for what changes no weights."""
+"""SGLang's pause modes. `retract`: requests return to the queue, and are computed again from their tokens. `in_place`:
+requests keep their state, for pauses that change no weights."""
 FLAG = f"--custom-weight-loader {LOADER}"
 FLUSHED_WITHIN_S = 10.0
 AGAIN_S = 0.05
 
 
 class SGLangEndpoint(HttpServer):
-    """Every method but `activate` blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
+    """One SGLang server. Methods that are not async block. All raise TransportError if the server cannot be reached."""
 
     engine = "SGLang"
 
     def __init__(
         self, url: str, *, timeout_s: float, check_engine: str, pause_mode: str, reports: Reports, host: int, who: str
     ) -> None:
-        """`check_engine`: which versions are looked for in the model, value by value: first, always, off. `host`: its
-        number, and `reports` of it. `who`: its writer. Raises ConfigError for what SGLang has not."""
+        """`check_engine`: the versions that ranks check value by value: first, always, off. `host`: the index of its
+        node; `reports` of that host. `who`: the writer. Raises ConfigError for a `pause_mode` that SGLang lacks."""
         super().__init__(url, timeout_s=timeout_s)
         if pause_mode not in ("abort", "keep"):
             raise ConfigError(
@@ -63,18 +63,18 @@ class SGLangEndpoint(HttpServer):
         self._has_checked = False
         self._ranks = 1
         self._started, self._said = "", ""
-        """What tells it from one that is started in its place, and what it said that it served, then."""
+        """Its start time, which identifies the process, and the version that it reported then."""
         self._reports, self._host, self._who = reports, host, who
         self._loaded: int | None = None
-        """Since it was paused."""
+        """The version that it has loaded since it was paused."""
         self.is_claimed = False
         self._has_begun = False
-        """To load, since it was last known to be whole."""
+        """Whether a load has begun since its weights were last known to be whole."""
 
     def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
-        """Make sure that it can be told to load a version: `fit` finds out whether that fits its model.
+        """Check that the server can load versions; `fit` checks that one fits its model. Returns no twins.
 
-        Raises ConfigError that says how to start it.
+        Raises ConfigError that says how to start the server.
         """
         about = self.call("GET", "/server_info", timeout_s=TEST_TIMEOUT_S)
         if not isinstance(about, dict) or not isinstance(about.get("tp_size"), int):
@@ -103,10 +103,10 @@ class SGLangEndpoint(HttpServer):
         return {}
 
     async def fit(self, tensors: TensorShapes) -> dict[str, str]:
-        """While it is paused, how `tensors` would fit its model, which stays as it is. Returns heads that the model has
-        not, and the embedding that it takes for each: they have to be equal.
+        """Check that `tensors` fit the model of the paused server, without changing it. Returns each head that the
+        model lacks with the embedding that it uses instead: their values must be equal.
 
-        Raises ConfigError if it sleeps, ActivationError that lists what does not fit.
+        Raises ConfigError if the server sleeps, ActivationError listing the tensors that do not fit.
         """
         order = Order(reports="", tensors={name: (dtype, [*shape]) for name, (dtype, shape) in tensors.items()})
         await apart(self._begin)
@@ -126,7 +126,8 @@ class SGLangEndpoint(HttpServer):
             raise ActivationError(exc.message, member=self.url) from exc
 
     async def claim(self) -> str:
-        """On its host: SGLang's ranks know no writers. Raises ConfigError, TransportError."""
+        """Claim the server on its host, since SGLang knows no writers; its identity. Raises ConfigError,
+        TransportError."""
         name = await self._reports.claim(self.url, self._who)
         self.is_claimed = True
         if (said := await apart(self.version)) != self._said:  # perhaps it was started anew
@@ -144,8 +145,8 @@ class SGLangEndpoint(HttpServer):
         self.call("POST", "/pause_generation", {"mode": MODES[mode]})
 
     async def activate(self, arena_path: str, version: int) -> None:
-        """Have every rank load `version`, while it is paused, and say what it holds then. Raises ActivationError; its
-        weights may be torn then."""
+        """Make every rank of the paused server load `version`, and compare the digest that it then holds. Raises
+        ActivationError; the weights may be torn then."""
         check = self._check_engine == "always" or (self._check_engine == "first" and not self._has_checked)
         order = Order(reports="", arena_path=arena_path, version=version, check=check)
         await apart(self._begin)
@@ -164,11 +165,11 @@ class SGLangEndpoint(HttpServer):
 
     @property
     def is_torn(self) -> bool:
-        """Whether a load has begun and not ended well, as far as this publisher knows."""
+        """Whether a load of this publisher has begun and not succeeded."""
         return self._has_begun
 
     def go_on(self, version: int) -> None:
-        """Generate again, if nothing of `version` was loaded. Raises ActivationError otherwise."""
+        """Resume, if no load of `version` has begun. Raises ActivationError otherwise."""
         if self._has_begun:
             raise ActivationError(
                 f"{self.url} had begun to load version {version}: it stays paused until a load succeeds"
@@ -176,8 +177,8 @@ class SGLangEndpoint(HttpServer):
         self.resume()
 
     def resume(self) -> None:
-        """Generate again. Idempotent. Raises ActivationError if a load has torn its weights, and it stays paused; or if
-        it was started anew since it has loaded."""
+        """Generate again. Idempotent. Raises ActivationError if a load has torn the weights (the server stays paused),
+        or if the server was restarted since it has loaded."""
         if self._has_begun:
             raise ActivationError(f"what {self.url} holds is torn by a load that failed: it stays paused")
         self.call("POST", "/continue_generation", {})
@@ -185,7 +186,7 @@ class SGLangEndpoint(HttpServer):
             raise ActivationError(f"{self.url} reports version {said!r}, but has loaded '{self._loaded}'")
 
     def version(self) -> str:
-        """What it says that it serves; `default` for the weights that it started with."""
+        """The version that the server reports; `default` for the weights that it started with."""
         found: str = self.call("GET", "/model_info")["weight_version"]
         return found
 
@@ -200,8 +201,8 @@ class SGLangEndpoint(HttpServer):
         return reports_of(written, self._ranks)
 
     def again(self, kept: str | None, version: int) -> Mapping[str, Any]:
-        """For its rescue, which has no torch: bodies of requests, and where ranks answer them. Empty where nothing of
-        the arena is kept, as on another host."""
+        """For the rescue process, which has no torch: bodies of requests, and the directory for answers. Empty without
+        a `kept` arena, as for a server on another host."""
         if kept is None:
             return {}
         look = Order(reports=str(Path(kept) / ANSWERS_IN))
@@ -254,7 +255,7 @@ class SGLangEndpoint(HttpServer):
 
 
 def is_sglang(url: str) -> bool:
-    """Whether what answers at `url` is SGLang. Raises TransportError if nobody does, ConfigError for what is no URL."""
+    """Whether SGLang answers at `url`. Raises TransportError without an answer, ConfigError for an invalid URL."""
     try:
         about = HttpServer(url, timeout_s=TEST_TIMEOUT_S).call("GET", "/model_info")
     except Refused:

@@ -1,7 +1,7 @@
 """TRL's trainers push through a `WeightPublisher`: `AsyncGRPOTrainer(weight_transfer=TRLWeightTransfer([...]))`.
 
-TRL gathers the weights, tensor by tensor, and hands them to its main process, which alone uses this. The protocol is
-that of TRL 1.16, `trl.experimental.async_grpo`; nothing of TRL is imported.
+TRL gathers the weights, tensor by tensor, in its main process, which alone uses this class. The protocol is that of TRL
+1.16, `trl.experimental.async_grpo`; this module imports nothing of TRL.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .publisher import WeightPublisher, urls_of
 LOOK_S = 0.5
 ANSWERS_WITHIN_S = 5.0
 KEEPS = {"pause_mode": "keep"}
-"""As TRL's own client pauses. It would train on what an aborted request had, as if it were whole, and its rollouts end
-with an error where that is nothing."""
+"""TRL's own client pauses so. TRL would train on the tokens of an aborted request as on a whole response, and its
+rollouts end with an error if there are none."""
 
 
 class TRLWeightTransfer:
     """TRL's `WeightTransferProtocol`. Used by one process, from one thread.
 
-    A push is a transaction that pauses the servers itself, and only while they load; so `pause` and `resume` do
-    nothing, and servers generate while weights are gathered. Requests in flight continue with the new version.
-    Versions count from 0, the weights before training.
+    A push pauses the servers itself, only while they load. So `pause` and `resume` do nothing, and servers generate
+    while TRL gathers weights. Requests in flight continue with the new version. Versions count from 0, the weights
+    before training.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class TRLWeightTransfer:
         server_timeout_s: float = 240.0,
         allow_nonfinite: bool = False,
     ) -> None:
-        """As `WeightPublisher`. `server_timeout_s`: how long `init_weight_transfer` waits for servers that still start.
+        """As `WeightPublisher`. `server_timeout_s`: how long `init_weight_transfer` waits for servers to start.
 
-        Raises ConfigError if no endpoint is named, and for a `pause_mode` that ends requests.
+        Raises ConfigError without an endpoint, and for a `pause_mode` that aborts requests.
         """
         urls_of(endpoints)
         settings = KEEPS | dict(config or {})
@@ -62,7 +62,7 @@ class TRLWeightTransfer:
             "allow_nonfinite": allow_nonfinite,
         }
         self._held: dict[str, torch.Tensor] = {}
-        """On the host, of the last push: what TRL yields is gone when the next tensor is gathered."""
+        """Copies on the host of the last push: TRL frees each tensor when it gathers the next."""
         self._publisher: WeightPublisher | None = None
         self._version = -1
 
@@ -72,7 +72,7 @@ class TRLWeightTransfer:
         return self._version
 
     def init_weight_transfer(self) -> None:
-        """Wait until every server answers. Raises ConfigError naming one that does not in time."""
+        """Wait until every server answers. Raises ConfigError naming one that does not within `server_timeout_s`."""
         deadline = time.monotonic() + self._server_timeout_s
         for url in urls_of(self._endpoints):
             server = HttpServer(url, timeout_s=ANSWERS_WITHIN_S)
@@ -84,10 +84,10 @@ class TRLWeightTransfer:
                 time.sleep(LOOK_S)
 
     def pause(self) -> None:
-        """Nothing: the push pauses."""
+        """Does nothing: the push pauses the servers."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Push what `iterator` yields: whole tensors under the names that the server knows, each of them once.
+        """Push the pairs of `iterator`: whole tensors under the server's names, each once.
 
         Raises as `WeightPublisher.push`; ConfigError for names or shapes other than those of the first push.
         """
@@ -103,7 +103,7 @@ class TRLWeightTransfer:
         self._version += 1
 
     def resume(self) -> None:
-        """Nothing: the push has resumed."""
+        """Does nothing: the push has resumed the servers."""
 
     def destroy(self) -> None:
         """Release the memory; servers keep their weights. Idempotent."""

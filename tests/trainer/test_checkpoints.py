@@ -49,6 +49,7 @@ def test_what_was_saved_last_is_found_and_read(config):
     save(config, 1, 2)
     found = CheckpointDirectory(config).find()
     assert found.name == "global_step_2"
+    assert CheckpointDirectory(config).would_resume_from() == found
     assert CheckpointDirectory.read(found) == state(2)
     assert (found / "actor/weights").read_text() == "of step 2"
 
@@ -70,14 +71,15 @@ def test_a_save_that_does_not_get_to_its_end_leaves_nothing_but_the_last_one(con
 
 def test_a_run_can_be_told_to_start_again(config):
     save(config, 1)
-    assert CheckpointDirectory(replace(config, resume_mode="disable")).find() is None
+    anew = CheckpointDirectory(replace(config, resume_mode="disable"))
+    assert anew.would_resume_from() is anew.find() is None
 
 
 def test_a_run_can_be_told_where_to_go_on(config, tmp_path):
     save(config, 1, 2)
     earlier = CheckpointDirectory(config).root / "global_step_1"
     resume = replace(config, resume_mode="resume_path", resume_from_path=str(earlier))
-    assert CheckpointDirectory(resume).find() == earlier
+    assert CheckpointDirectory(resume).would_resume_from() == CheckpointDirectory(resume).find() == earlier
     with pytest.raises(ConfigError, match="is not a checkpoint"):
         CheckpointDirectory(replace(resume, resume_from_path=str(tmp_path))).find()
 

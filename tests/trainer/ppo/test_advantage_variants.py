@@ -5,7 +5,9 @@ import torch
 
 from tests.trainer.ppo.test_advantages import first_column, outcome, uids
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.experience import reward_components
 from verl.workers.config import AlgorithmConfig
+from verl.workers.reward_manager import RewardError, RewardOutput
 
 SCORES = [1.0, 0.0, 2.0, 4.0, 3.0]
 INDEX = uids("a", "b", "a", "b", "a")  # group a: 1, 2, 3; group b: 0, 4
@@ -87,6 +89,18 @@ def test_the_optimal_token_baseline_weighs_by_energy_up_to_the_token():
     )
     baseline = (0.5 * 3 + 0.4 * 1) / 0.9
     torch.testing.assert_close(weighed[:, 0], torch.tensor([3 - baseline, 1 - baseline, 1.0]))
+
+
+@pytest.mark.parametrize("wrong", [None, "high", float("nan"), float("inf")])
+def test_the_components_of_gdpo_are_finite_numbers_of_every_response(wrong):
+    numbers = {"right": [1, 0.5], "short": [True, 3]}
+    reward = RewardOutput(reward_tensor=torch.zeros(2, 1), responses=["x"] * 2, extra_info=numbers)
+    assert reward_components(reward, ["short", "right"]).tolist() == [[1, 1], [3, 0.5]]
+    numbers["short"][1] = wrong
+    with pytest.raises(RewardError, match=f"short={wrong!r} for sample 1"):
+        reward_components(reward, ["right", "short"])
+    with pytest.raises(RewardError, match="other=None for sample 0"):
+        reward_components(reward, ["other"])
 
 
 def test_gdpo_normalises_each_component_before_it_adds_them():

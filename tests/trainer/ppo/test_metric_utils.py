@@ -94,6 +94,14 @@ def test_a_batch_in_which_everything_was_aborted_has_lengths_only(batch):
     assert not [name for name in metrics if name.startswith("critic/")]
 
 
+def test_the_explained_variance_is_of_the_tokens_that_the_policy_made(batch):
+    batch.batch["returns"] = torch.tensor([[1.0, 9.0, 2.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    batch.batch["values"] = torch.tensor([[1.0, 0.0, 1.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    errors, returns = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 4.0])
+    explained = 1 - errors.var() / returns.var()
+    assert compute_data_metrics(batch)["critic/vf_explained_var"] == pytest.approx(explained.item(), abs=1e-4)
+
+
 def test_seconds_are_reported_per_phase_and_per_token_of_what_the_phase_works_on(batch):
     metrics = compute_timing_metrics(batch, {"gen": 6.0, "update_actor": 4.0, "testing": 1.0})
     assert metrics == pytest.approx(

@@ -41,16 +41,17 @@ def test_gspo_clips_the_geometric_mean_of_a_sequence():
     assert torch.allclose(gradient, torch.tensor([[-0.25, -0.25], [1.5, 0.0]]))
 
 
-def test_gspo_has_no_more_to_gain_above_its_range():
+@pytest.mark.parametrize(("ratio", "advantage", "expected"), [(1.1, 1.0, -1.0004), (0.9, -1.0, 0.9997)])
+def test_gspo_has_no_more_to_gain_beyond_its_range(ratio, advantage, expected):
     loss, metrics, gradient = loss_of(
         "gspo",
-        ratios=torch.tensor([[1.1, 1.1]]),
-        advantages=torch.ones(1, 2),
+        ratios=torch.full((1, 2), ratio),
+        advantages=torch.full((1, 2), advantage),
         mask=torch.ones(1, 2),
         clip_ratio_low=3e-4,
         clip_ratio_high=4e-4,
     )
-    assert loss == pytest.approx(-1.0004)
+    assert loss == pytest.approx(expected)
     assert metrics["actor/pg_clipfrac"] == 1
     assert not gradient.any()
 

@@ -1,1 +1,1 @@
-"""What runs inside inference engines."""
+"""Code that runs inside the processes of inference engines."""

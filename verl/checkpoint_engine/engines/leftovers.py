@@ -1,9 +1,9 @@
-"""What engines leave on the machine when their processes are ended, and who removes it.
+"""Remove files and shared memory of engines whose processes have ended.
 
-vLLM 0.32 keeps its sockets as files, lets its ranks meet through a temporary file that it never removes, and has, for
-each worker, a ring buffer of 160 MiB in shared memory; libraries that it loads make semaphores. SGLang 0.5 has sockets
-as files, too, and tells its load in shared memory. Processes that are killed remove none of them, and the shutdown of
-both kills them. A janitor therefore outlives the server and cleans up.
+vLLM 0.32 has its sockets as files, a temporary file at which its ranks meet, which it never removes, and a ring buffer
+of 160 MiB in shared memory per worker; libraries that it loads make semaphores. SGLang 0.5 also has sockets as files,
+and reports its load in shared memory. Killed processes remove none of them, and both engines kill theirs at shutdown.
+A janitor therefore outlives the server and removes them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SHM_DIR = Path("/dev/shm")
 PREFIX = "verl-engine-"
 LOOK_EVERY_S = 0.05
 OURS = ("psm_", "vllm_", "sem.mp-", "sglang_")
-"""Names that Python's and the engines' files there begin with. Arenas, which children map, too, have another owner."""
+"""Prefixes of Python's and the engines' files there. Arenas, which engines map, too, have another owner."""
 
 
 class Leftovers:
-    """Belongs to the server process, the parent of the engine's processes. Removed when that ends, however it ends, or
-    when it leaves its `with` block."""
+    """Files of one engine. The server process, the parent of the engine's processes, owns it. They are removed when
+    that process ends, even if killed, or leaves the `with` block."""
 
     def __init__(self) -> None:
         sweep(Path(tempfile.gettempdir()), PREFIX)
         self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-        """For the engine's sockets and temporary files. The path is short: a socket's may have 107 characters."""
+        """The engine's sockets and temporary files. Its path is short: that of a socket may have 107 characters."""
         self._lock = (self.directory / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._janitor = Janitor(self.directory)
@@ -43,18 +43,18 @@ class Leftovers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For an engine's server that is started as a program: its files and sockets are in `directory` then."""
+        """Variables for an engine's server that runs as a program: it makes its files and sockets in `directory`."""
         return {"TMPDIR": str(self.directory), "VLLM_RPC_BASE_PATH": str(self.directory)}
 
     def memory_directory(self) -> Path:
-        """A new directory in shared memory, for files of ours that the engine's processes read."""
+        """Make a directory in shared memory, for our files that the engine's processes read."""
         directory = Path(tempfile.mkdtemp(prefix="verl-adapter-", dir=envs.shm_dir()))
         self._janitor.watch(directory)
         return directory
 
     @contextmanager
     def taking_temporary_files(self) -> Iterator[None]:
-        """What this process makes in the block, and what processes that begin in it ever make, is in `directory`."""
+        """In this block, this process makes temporary files in `directory`; so do processes that it starts, always."""
         before = tempfile.tempdir, os.environ.get("TMPDIR")
         tempfile.tempdir = os.environ["TMPDIR"] = str(self.directory)
         try:
@@ -68,10 +68,10 @@ class Leftovers:
 
     @contextmanager
     def finding_shared_memory(self) -> Iterator[None]:
-        """Note what the engine's processes map while it starts: they map nothing new later.
+        """Record shared memory that the engine's processes map as it starts in this block; they map no more later.
 
-        A thread looks again and again, because a server may be killed before its engine has started. What processes
-        have mapped it reads only for new names: twice, as a file has its name a moment before it is mapped.
+        A thread polls, because a server may be killed before its engine has started. It reads the mappings of processes
+        only for new file names, and twice, because a file has its name a moment before it is mapped.
         """
         started = threading.Event()
 
@@ -110,7 +110,7 @@ class Leftovers:
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """Files in shared memory of engines that the descendants of `pid` have mapped."""
+    """The engines' files in shared memory that descendants of process `pid` have mapped."""
     mapped: set[str] = set()
     for process in psutil.Process(pid).children(recursive=True):
         try:
@@ -123,6 +123,6 @@ def shared_memory_of(pid: int) -> set[Path]:
 
 
 def files_of_ours() -> list[os.DirEntry[str]]:
-    """Also those of other servers on this machine."""
+    """The files in shared memory with the prefixes OURS, also those of other servers on this machine."""
     with os.scandir(SHM_DIR) as files:
         return [file for file in files if file.name.startswith(OURS)]

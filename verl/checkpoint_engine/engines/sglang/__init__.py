@@ -1,1 +1,1 @@
-"""SGLang's side of a sync."""
+"""Code that runs in SGLang's ranks: loading a version, and checking that it fits."""

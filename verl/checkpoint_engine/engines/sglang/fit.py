@@ -1,7 +1,7 @@
-"""Whether a version fits the model that a rank of SGLang serves, found out without changing a value of it.
+"""Check that a version fits the model that a rank of SGLang serves, without changing a value of the model.
 
-SGLang's own loaders decide: they are given tensors of its names, dtypes and shapes that have no memory, and whatever
-they would write into what is there is noted and left.
+SGLang's own loaders decide: they get tensors with the version's names, dtypes and shapes and without memory. Their
+writes into the model are recorded and skipped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...compat.torch import TorchDispatchMode, changed_by, storage_of, tensors_i
 from .orders import Report, TensorShapes
 
 CANNOT = (NotImplementedError, AttributeError, TypeError)
-"""How loaders fail that want something else of a tensor than to be copied."""
+"""Errors of loaders that need a tensor's values, not only its copy."""
 EMBEDDING = "VocabParallelEmbedding"
-"""The class of matrices of the vocabulary, whose rows are padded with zeros."""
+"""The class of vocabulary matrices, whose rows are padded with zeros."""
 
 
 def fit_of(model: Any, tensors: TensorShapes) -> Report:
-    """How `tensors` would fit `model`."""
+    """Report how `tensors` would fit `model`, which is not changed. Raises CANNOT for unsupported loaders."""
     trial = _Trial(model, tensors)
     with trial:
         problems = trial.load_all()

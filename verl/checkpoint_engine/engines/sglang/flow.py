@@ -1,4 +1,4 @@
-"""Where the values of lent tensors go while a model's own loaders copy them."""
+"""Follow the values of lent tensors while a model's own loaders copy them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ...compat.torch import TorchDispatchMode, changed_by, changes_arguments, te
 
 
 class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around a load: which of the lent tensors were read, and into what. By address: loaders cut, turn and rename.
+    """Records which lent tensors a load reads and writes where, by address: loaders slice, transpose and rename them.
 
-    A tensor that a loader makes from a lent one (turned, converted, put beside others) counts as that one. Tensors that
-    are equal to one that was read count as read: a tied head is the same bytes twice.
+    A tensor that a loader makes from a lent one (transposed, converted, concatenated) counts as that one. Tensors that
+    equal a read one count as read: a tied head has the same bytes twice.
     """
 
     def __init__(self, lent: Mapping[str, torch.Tensor]) -> None:
@@ -78,20 +78,20 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @cached_property
     def brings_nan(self) -> bool:
-        """Whether the lent tensors themselves hold a NaN, so that one in the model says nothing."""
+        """Whether a lent tensor holds a NaN. A NaN in the model then does not show an unfilled value."""
         return any(bool(torch.isnan(t.float()).any()) for t in self._lent.values() if t.dtype.is_floating_point)
 
     def wrote(self, tensor: torch.Tensor) -> bool:
-        """Whether something was copied to where `tensor` lies."""
+        """Whether a loader wrote to the storage of `tensor`."""
         return tensor.untyped_storage().data_ptr() in self._written
 
     def unread(self) -> list[str]:
-        """The lent tensors that nothing of the model took, sorted."""
+        """The names of lent tensors that no loader wrote to the model, sorted."""
         read = [self._lent[name] for name in self._read]
         return sorted(name for name, tensor in self._lent.items() if name not in self._read and not _in(tensor, read))
 
     def widened(self) -> list[str]:
-        """The lent tensors whose values went, rounded, to where the model keeps float32, sorted."""
+        """The names of lent tensors that arrived rounded for a float32 tensor of the model, sorted."""
         return sorted(self._widened)
 
 

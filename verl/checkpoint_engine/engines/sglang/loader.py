@@ -28,7 +28,7 @@ _held = Report()
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Carry out the order in `named_tensors` on this rank's `model`. Raises nothing that an order can cause."""
+    """Execute the order in `named_tensors` on this rank's `model`. Errors of the order go to its report only."""
     ((text, _),) = named_tensors
     order = msgspec.json.decode(text, type=Order)
     stay_paused_while(lambda: _held.torn)
@@ -84,10 +84,10 @@ def _load_version(model: Any, order: Order) -> Report:
 
 
 def check_while_loading(model: Any, weights: Callable[[], Weights]) -> Report:
-    """Load `weights`, and find out what went where.
+    """Load `weights`, and report values of the model that no tensor filled and tensors that no loader read.
 
-    Everything is filled with NaN before, which no value survives that the version does not bring. Integers, which have
-    none, are told as unfilled if nothing was copied into them.
+    All values are NaN before the load, so one that the version does not fill stays NaN. Integers have no NaN: they
+    count as unfilled if no loader wrote to them.
     """
     held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for tensor in held.values():

@@ -1,7 +1,7 @@
-"""What the server tells SGLang's ranks, and what each of them answers.
+"""Orders to SGLang's ranks, and their reports.
 
-SGLang hands a custom weight loader a list of (name, tensor) and nothing else, and passes no answer back. So an order is
-the name of an empty tensor, and answers are files in a directory that the order names.
+SGLang calls a custom weight loader with a list of (name, tensor) only, and returns no answer. So an order is the name
+of an empty tensor, and reports are files in a directory that the order names.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from ...errors import ActivationError, ConfigError
 from ...plan.types import EngineCheckResult
 
 LOADER = f"{__package__}.loader.load"
-"""For SGLang's `custom_weight_loader`, and the `load_format` of an update."""
+"""The value of SGLang's `custom_weight_loader`, and the `load_format` of an update."""
 MOST_NAMED = 5
 TensorShapes = Mapping[str, tuple[str, Sequence[int]]]
-"""dtype (torch's name) and shape of each tensor of a version."""
+"""Tensor name to (dtype by torch's name, shape), for a version."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Load `version` from an arena. Without one, find out what of the checkpoint in `directory` is kept wide, or how
-    `tensors` would fit; without any, only say what is held."""
+    """An order to load `version` from `arena_path`, to list tensors of the checkpoint in `directory` that the model
+    keeps in float32, or to check how `tensors` fit. With none of them a rank only reports its version."""
 
     reports: str
-    """The directory for answers."""
+    """The directory for reports."""
     arena_path: str = ""
     version: int = -1
     check: bool = False
-    """Find out whether every value of the model came from the version, and every tensor of it went into the model."""
+    """Check that the version fills every value of the model, and that loaders read all its tensors."""
     directory: str = ""
     tensors: dict[str, tuple[str, list[int]]] = {}
 
@@ -40,33 +40,33 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank."""
+    """The report of one rank."""
 
     seconds: float = 0.0
     failed: str = ""
-    """Why the order was not carried out."""
+    """Why the order failed; empty if it did not."""
     unfilled: list[str] = []
-    """Values of the model, by SGLang's names, that no tensor of the version reached."""
+    """Tensors of the model, by SGLang's names, with values that no tensor of the version filled."""
     unread: list[str] = []
-    """Tensors of the version that this rank took nothing from."""
+    """Tensors of the version that this rank did not read."""
     parts: dict[str, int] = {}
-    """Of tensors that would be taken in part: how many values this rank would."""
+    """Tensors that this rank would read in part, with the number of values."""
     problems: list[str] = []
-    """Why tensors would not be taken, one sentence each."""
+    """Why the model would refuse tensors, one sentence each."""
     copies: dict[str, str] = {}
-    """Of those that are not read: heads, for the model computes with the embedding that each of them goes to."""
+    """Unread heads, each with the embedding that the model uses instead."""
     unknown: str = ""
-    """Why it cannot be said how tensors would fit."""
+    """Why this rank cannot check how tensors fit; empty if it can."""
     asleep: list[str] = []
-    """What of this rank's memory was given back."""
+    """Tags of this rank's memory that sleeps."""
     widened: list[str] = []
-    """Tensors whose values the model keeps in float32, though they came in something narrower."""
+    """Tensors that arrived in a narrower dtype than the float32 in which the model keeps them."""
     version: int | None = None
-    """What this rank computes with since its last load; None before the first, and after one that failed."""
+    """The version of the last load; None before the first, and after a failed one."""
     digest: str = ""
-    """Of that version."""
+    """The digest of that version."""
     torn: bool = False
-    """Whether a load has begun and not ended well: nobody can say what it computes with."""
+    """Whether a load has begun and not succeeded, so that the weights may be mixed."""
 
 
 def write_report(directory: Path, rank: int, report: Report) -> None:
@@ -74,7 +74,7 @@ def write_report(directory: Path, rank: int, report: Report) -> None:
 
 
 def read_reports(directory: Path) -> dict[int, bytes]:
-    """What each rank wrote since it was called last."""
+    """Read and remove the reports in `directory`: rank to bytes."""
     written = {}
     for file in sorted(directory.glob("*.json")):
         written[int(file.stem)] = file.read_bytes()
@@ -83,7 +83,7 @@ def read_reports(directory: Path) -> dict[int, bytes]:
 
 
 def reports_of(written: Mapping[int, bytes], ranks: int) -> dict[int, Report]:
-    """What all ranks say. Raises ActivationError with what failed on any, and for a rank that wrote nothing."""
+    """Decode all reports. Raises ActivationError with the failures of ranks, and for a rank without a report."""
     try:
         reports = {rank: msgspec.json.decode(text, type=Report) for rank, text in written.items()}
     except msgspec.DecodeError as exc:
@@ -96,9 +96,9 @@ def reports_of(written: Mapping[int, bytes], ranks: int) -> dict[int, Report]:
 
 
 def checked(reports: dict[int, Report], order: Order) -> EngineCheckResult | None:
-    """What is known after `order`. Raises ActivationError if the engine computes with anything else than the version.
+    """The result of the check in `order`. Raises ActivationError if the engine computes with other values.
 
-    A tensor may be read by some ranks only: experts are divided among them.
+    It is enough that one rank reads a tensor: experts are divided among ranks.
     """
     if not order.check:
         return None
@@ -118,8 +118,8 @@ def checked(reports: dict[int, Report], order: Order) -> EngineCheckResult | Non
 
 
 def fitted(reports: dict[int, Report], tensors: TensorShapes) -> dict[str, str]:
-    """Heads that the model has not, and the embedding that it takes for each: they have to be equal. Raises ConfigError
-    for ranks that sleep, ActivationError that lists what does not fit."""
+    """Heads that the model lacks, each with the embedding that it uses instead: their values must be equal. Raises
+    ConfigError for ranks that sleep, ActivationError listing the tensors that do not fit."""
     if asleep := sorted({tag for report in reports.values() for tag in report.asleep}):
         raise ConfigError(f"it sleeps ({', '.join(asleep)}): wake it up first (POST /resume_memory_occupation)")
     copies = {name: twin for report in reports.values() for name, twin in report.copies.items()}
@@ -144,7 +144,7 @@ def fitted(reports: dict[int, Report], tensors: TensorShapes) -> dict[str, str]:
 
 
 def held_digest(reports: dict[int, Report], version: int) -> str:
-    """Of what all ranks hold. Raises ActivationError unless that is `version`, and the same on all."""
+    """The digest that all ranks report. Raises ActivationError unless all hold `version` with the same digest."""
     late = [str(rank) for rank, report in reports.items() if report.torn or report.version != version]
     digests = {report.digest for report in reports.values()}
     if late or len(digests) != 1:

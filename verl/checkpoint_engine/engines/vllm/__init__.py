@@ -1,1 +1,1 @@
-"""What runs inside vLLM's processes: loading a version from an arena, and looking whether it is computed with."""
+"""Code that runs in vLLM's processes: loading a version, and checking that the worker computes with it."""

@@ -1,4 +1,4 @@
-"""A second model of a vLLM worker's configuration, loaded from tensors in memory as vLLM loads from disk."""
+"""Build a second model for a vLLM worker's configuration, and load it from memory as vLLM loads from disk."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Watch = Callable[[torch.nn.Module], None]
 
 
 def quantizes_online(vllm_config: VllmConfig) -> bool:
-    """Its model is loaded from plain weights, and quantizes those of a layer when they have come."""
+    """Whether vLLM loads plain weights and quantizes each layer when its weights have arrived."""
     return vllm_config.quant_config is not None and vllm_config.quant_config.get_name() == "online"
 
 
 def without_quantization(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy for the model that the weights are made for."""
+    """A copy of the configuration for the plain, not quantized model."""
     plain = copy.copy(vllm_config)
     plain.model_config = copy.copy(vllm_config.model_config)
     plain.model_config.quantization = None
@@ -35,7 +35,7 @@ def without_quantization(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def standing_alone(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy for a second model of a worker: layers enter themselves into the configuration, each name once."""
+    """A copy for a second model of a worker: layers register in the configuration, and each name only once."""
     alone = copy.copy(vllm_config)
     alone.compilation_config = copy.copy(vllm_config.compilation_config)
     alone.compilation_config.static_forward_context = {}
@@ -61,11 +61,11 @@ class _FromMemory(BaseModelLoader):
 
 
 def load_as_from_disk(vllm_config: VllmConfig, weights: Weights, watch: Watch | None = None) -> torch.nn.Module:
-    """A model with memory of its own, on the worker's device. `weights` have the checkpoint's names and may be lent.
+    """Build and load a model with its own memory on the worker's device. `weights`: checkpoint names and tensors.
 
-    `watch` is shown it before anything is loaded; what loading leaves unwritten then holds NaNs.
+    `watch` is called with the model before the load; values that the load does not write are NaN then.
 
-    Called on every rank of an engine at the same time: a layer may gather what the ranks hold.
+    All ranks of an engine call it together: a layer may gather values of all ranks.
     """
     alone = standing_alone(vllm_config)
     filling = nullcontext() if watch is None else filled_memory()
@@ -78,7 +78,7 @@ def load_as_from_disk(vllm_config: VllmConfig, weights: Weights, watch: Watch | 
 
 @contextmanager
 def filled_memory() -> Iterator[None]:
-    """New tensors hold NaNs, not what was in that memory before: what is not written stays recognisable."""
+    """In this block, new tensors are filled with NaN, so that values that are not written can be recognised."""
     deterministic, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -1,4 +1,4 @@
-"""The vLLM side of `certify`: an engine whose workers compare themselves with what vLLM loads from disk."""
+"""The vLLM side of `certify`: an engine whose workers compare their tensors with vLLM's own load from disk."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CPU_CACHE_NBYTES = 2**28
 
 
 class ComparedWorker:
-    """vLLM mixes it into every worker: `worker_extension_cls`."""
+    """The `worker_extension_cls` of the engine: vLLM mixes it into every worker."""
 
     vllm_config: Any
     model_runner: Any
 
     def compare_with_disk(self, directory: str) -> tuple[int, dict[str, str]]:
-        """How many tensors the worker computes with, and what differs from a model that vLLM loads from `directory`."""
+        """The number of the worker's tensors, and their differences to a model that vLLM loads from `directory`."""
         alone = standing_alone(self.vllm_config)
         alone.model_config = copy.copy(alone.model_config)
         alone.model_config.model = directory
@@ -47,12 +47,12 @@ class ComparedWorker:
 
 
 class CertifiedEngine(OnlyLoads):
-    """A real engine that starts from dummy weights. Implements `verl.checkpoint_engine.ports.Replica`."""
+    """A `verl.checkpoint_engine.ports.Replica` over a real vLLM engine that starts from dummy weights."""
 
     name, node_index = "replica-0", 0
 
     def __init__(self, model: Path, *, dtype: str, ranks: int, max_model_len: int, check_engine: str) -> None:
-        """Raises what vLLM raises if it cannot run the model."""
+        """Start the engine. Raises vLLM's error if it cannot run the model."""
         options: dict[str, Any] = {}
         if current_platform.is_cpu():
             cores = sorted(os.sched_getaffinity(0))
@@ -94,7 +94,7 @@ class CertifiedEngine(OnlyLoads):
         self._llm.reset_prefix_cache()
 
     def compare_with_disk(self, directory: Path) -> tuple[int, dict[str, str]]:
-        """Over all ranks; names have the rank where there are several."""
+        """As `ComparedWorker.compare_with_disk`, for all ranks. With several ranks, names begin with the rank."""
         answers = self._llm.collective_rpc("compare_with_disk", args=(str(directory),))
         if len(answers) == 1:
             count, different = answers[0]
@@ -103,7 +103,7 @@ class CertifiedEngine(OnlyLoads):
         return sum(count for count, _ in answers), found
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """Greedily."""
+        """Generate `num_tokens` greedily for each prompt of token ids."""
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         outputs = self._llm.generate(
             [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], sampling, use_tqdm=False

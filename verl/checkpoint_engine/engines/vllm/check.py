@@ -1,12 +1,12 @@
-"""Whether a vLLM worker computes with the version that it loaded, and with nothing of an earlier one.
+"""Check that a vLLM worker computes with the version that it loaded, and with no value of an earlier one.
 
-At a worker's first activation (`first`) a second model is loaded from the arena as vLLM loads from disk. Every tensor
-of it that loading writes is overwritten with NaNs of a recognisable pattern in the live model before the reload, and
-has to be equal, bit for bit, afterwards. The pattern matters where both versions are the same: a tensor that is not
-refreshed would be right then, and wrong from the next version on.
+At a worker's first activation (`first`) the check loads a second model from the arena, as vLLM loads from disk. Before
+the reload it overwrites every live tensor that a load writes with NaNs of a recognisable pattern. After the reload the
+live model must equal the second one bit for bit. The pattern matters if both versions are the same: a tensor that the
+reload skips would be right then, and wrong from the next version on.
 
-At later versions (`always`) the first and last rows of those tensors get the pattern, which has to be gone afterwards,
-and packed tensors must have been packed again. That needs no second model.
+At later versions (`always`) the first and last rows of those tensors get the pattern. The reload must overwrite it, and
+must pack packed tensors again. That needs no second model.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ PATTERNS = {
     torch.float64: 0x7FF8A5A5A5A5A5A5,
     torch.float8_e4m3fn: 0xFF,
 }
-"""NaNs that no arithmetic makes; of float8 one that no number becomes, there being two of them in all."""
+"""NaNs that no arithmetic produces. float8_e4m3fn has only two NaNs; no conversion produces this one."""
 MOST_NAMES = 8
 MARGIN = 1.2
-"""Of memory: packing needs some besides the tensors themselves."""
+"""The factor of memory for a second model: packing needs more than the tensors themselves."""
 
 
 class EngineCheck:
-    """One per vLLM worker. `before` a version is loaded, `after` it was."""
+    """The check of one vLLM worker: call `before` or `before_part`, load a version, and call `after`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EngineCheck:
         device: torch.device,
         free: Callable[[torch.device], int] | None = None,
     ) -> None:
-        """`free` says how many bytes of a device are. Raises ValueError for a mode that is none."""
+        """`free` returns the free bytes of a device. Raises ValueError for an unknown `mode`."""
         if mode not in MODES:
             raise ValueError(f"check_engine must be one of {', '.join(MODES)}, not {mode!r}")
         self._mode = mode
@@ -63,7 +63,7 @@ class EngineCheck:
         self._free = free or free_nbytes
         self._passed = mode == "off"
         self._written: frozenset[str] | None = None
-        """Names of what loading writes, known from a model that was watched while it was loaded."""
+        """The names of tensors that a load writes, found by watching the load of a second model."""
         self._fresh: torch.nn.Module | None = None
         self._marked: dict[str, LiveTensor] = {}
         self._seconds = 0.0
@@ -71,25 +71,25 @@ class EngineCheck:
         self._why_not = ""
         """Why there is no second model to compare with; empty if there was one."""
         self.result: EngineCheckResult | None = None
-        """Of the version that was loaded last; None if nothing was looked at."""
+        """The result for the last loaded version; None if it was not checked."""
 
     @property
     def compares(self) -> bool:
-        """Whether there is a second model that the live one has to equal."""
+        """Whether a second model exists, which the live one must equal."""
         return self._fresh is not None
 
     def start_over(self) -> None:
-        """The next version is compared as the first one is."""
+        """Compare the next version as if it were the first."""
         self._passed = self._mode == "off"
 
     def before(
         self, model: torch.nn.Module, weights: Callable[[], Weights] | None, agree: Callable[[bool], bool]
     ) -> None:
-        """`weights` iterates over those of the version; None if that works only once. `agree`: whether all ranks pass
-        true.
+        """Prepare the check of a full load. `weights` iterates over the version's tensors; None if that works only
+        once. `agree` returns whether all ranks passed true.
 
-        Raises ActivationError if a model that quantizes its weights has no second model to compare with: only the
-        comparison finds values that are rounded in another way than from disk.
+        Raises ActivationError if a model that quantizes its weights cannot be compared with a second one: only that
+        comparison finds values that are rounded differently than from disk.
         """
         began = time.perf_counter()
         self.result = None
@@ -115,8 +115,8 @@ class EngineCheck:
     def before_part(
         self, model: torch.nn.Module, weights: Callable[[], Weights], agree: Callable[[bool], bool]
     ) -> bool:
-        """As `before`, where a part of the model stays as it is: nothing may be overwritten, so all of it has to be
-        compared with a second one. False if there is no memory for that, or nothing is to be looked at."""
+        """As `before`, if a part of the model is not loaded again. No tensor may be overwritten then, so the whole
+        model is compared with a second one. False if memory for that lacks, or this version is not to be checked."""
         began = time.perf_counter()
         self.result = None
         if self._mode != "first" or not self._passed or not agree(self._fits(model)):
@@ -126,8 +126,8 @@ class EngineCheck:
         return True
 
     def after(self, model: torch.nn.Module, version: int | None) -> None:
-        """Raises IntegrityError that names what is not as it has to be. The version can then be loaded in another way,
-        and looked at again; else `forget` it."""
+        """Check the loaded model. Raises IntegrityError naming the tensors that are wrong. The caller may then load the
+        version in another way and call this again, or `forget` it."""
         if not self._marked and self._fresh is None:
             return
         began = time.perf_counter()
@@ -164,11 +164,11 @@ class EngineCheck:
         return f"{written}; not compared with a load from disk: {why_not}" if why_not else written
 
     def forget(self) -> None:
-        """What was prepared for a version that could not be loaded."""
+        """Drop the second model and the marks of a version that could not be loaded."""
         self._fresh, self._marked = None, {}
 
     def release(self) -> None:
-        """Give up the second model: the live one is about to be loaded in the same way, and needs the memory."""
+        """Free the second model: the live one is about to be loaded in the same way, and needs the memory."""
         self._fresh = None
 
     def _build(self, weights: Callable[[], Weights]) -> None:
@@ -200,7 +200,7 @@ class EngineCheck:
 
 
 def needed_nbytes(model: torch.nn.Module) -> int:
-    """Memory for a second model like `model`, while it is loaded."""
+    """The bytes that a second model like `model` needs while it is loaded."""
     storages: dict[int, int] = {}
     for tensor in live_tensors(model).values():
         if isinstance(tensor, Packed):
@@ -256,7 +256,7 @@ def _is_stale(found: LiveTensor | None, before: LiveTensor) -> bool:
 
 
 def digest_of(tensor: LiveTensor) -> Any:
-    """Differs for what loading has changed; None for what has no values to look at."""
+    """A value that differs after a load has changed `tensor`; None for a tensor on the meta device."""
     if isinstance(tensor, Packed):
         return id(tensor.source)
     if tensor.is_meta:

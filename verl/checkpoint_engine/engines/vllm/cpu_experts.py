@@ -1,8 +1,8 @@
-"""A vLLM worker that has what vLLM 0.32 lacks on CPUs to deal experts out over ranks.
+"""A vLLM worker with expert parallelism on CPUs, which vLLM 0.32 lacks.
 
-Its kernel for experts takes their numbers in the whole model for places among the rank's own ones, and reads past them:
-the worker is ended by SIGSEGV. Its communicator lacks the collectives for parts of different sizes, by which
-data-parallel ranks hand each other tokens. On accelerators vLLM has both.
+vLLM's CPU kernel uses global expert numbers as indices of the rank's own experts and reads past them: the worker ends
+with SIGSEGV. Its CPU communicator lacks the collectives for parts of different sizes, with which data-parallel ranks
+exchange tokens. On accelerators vLLM has both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class ExpertsWorker(CPUWorker):  # type: ignore[misc]
-    """vLLM makes its workers of it: `worker_cls`."""
+    """The `worker_cls` of the engine."""
 
     def init_device(self) -> None:
         if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
@@ -32,7 +32,7 @@ class ExpertsWorker(CPUWorker):  # type: ignore[misc]
 
 
 class DealtMethod(UnquantizedFusedMoEMethod):
-    """vLLM makes it in place of its own class, for each layer of experts."""
+    """Replaces vLLM's class in each layer of experts."""
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
@@ -42,7 +42,7 @@ class DealtMethod(UnquantizedFusedMoEMethod):
 
 
 def with_own_experts(kind: type[CPUUnquantizedExperts]) -> type[CPUUnquantizedExperts]:
-    """A class of vLLM's experts for CPUs that computes with those of its rank."""
+    """A subclass of vLLM's experts for CPUs that computes with the experts of its rank."""
     return type(kind.__name__, (_OwnExperts, kind), {})
 
 
@@ -64,9 +64,9 @@ class _OwnExperts:
 def own_share(
     topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and places among the rank's own experts, of numbers in the whole model.
+    """Convert global expert numbers `topk_ids` to (weights, indices among the rank's own experts), of the same shape.
 
-    `expert_map`: the place by number, -1 for experts of other ranks, whose weight becomes 0.
+    `expert_map`: the index by number, -1 for experts of other ranks, whose weight becomes 0.
     """
     places = expert_map[topk_ids.long()]
     return topk_weights * (places >= 0), places.clamp(min=0).to(topk_ids.dtype)
@@ -75,7 +75,7 @@ def own_share(
 def all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """A method for vLLM's communicator: each rank's rows, one after the other; rank r has `sizes[r]` of them."""
+    """A method for vLLM's communicator: concatenate the rows of all ranks; rank r has `sizes[r]` rows."""
     if isinstance(input_, list):
         return [_gathered(self, tensor, dim, sizes) for tensor in input_]
     return _gathered(self, input_, dim, sizes)
@@ -93,7 +93,7 @@ def _gathered(communicator: Any, tensor: torch.Tensor, dim: int, sizes: list[int
 
 
 def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-    """A method for vLLM's communicator: the sum over ranks, of which rank r gets `sizes[r]` rows."""
+    """A method for vLLM's communicator: sum over ranks; rank r gets `sizes[r]` rows of the sum."""
     rows = input_.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
     sizes = sizes or [len(rows) // self.world_size] * self.world_size
     dist.all_reduce(rows, group=self.device_group)

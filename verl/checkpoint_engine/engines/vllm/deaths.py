@@ -1,6 +1,6 @@
-"""Which worker of an engine died: vLLM's engine core logs that, and tells its client that something has failed.
+"""Report the worker of an engine that died: vLLM's engine core only logs it, and reports a failure to its client.
 
-There is an engine core for each data-parallel rank, which counts its workers from 0.
+Each data-parallel rank has an engine core, which counts its workers from 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...compat.processes import child
 from ...support import envs
 
 LOGGER = "vllm.v1.executor.multiproc_executor"
-"""What watches workers logs the name and the exit code of the first that dies."""
+"""The logger of vLLM's monitor, which logs name and exit code of the first dead worker."""
 REAPED_WITHIN_S = 1.0
 
 
@@ -42,7 +42,7 @@ def _reaped(name: str) -> int | None:
 
 
 def tell_deaths() -> None:
-    """Have this process write deaths of its workers to the file that its server names, if there is such a server.
+    """Make this process write the first death of its workers to the file that its server names, if it names one.
 
     Idempotent.
     """
@@ -52,8 +52,8 @@ def tell_deaths() -> None:
 
 
 def told_death(file: Path, pids: Mapping[int, int], of_core: int) -> str | None:
-    """A few words on the worker that died first, if that was told; `pids` are those of ranks, of which each engine core
-    has `of_core`."""
+    """Describe the worker that died first, or None if `file` has none. `pids`: rank to pid. `of_core`: workers of each
+    engine core."""
     try:
         name, code, core = json.loads(file.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What vLLM's workers need so that `/collective_rpc` can have them load from a ParameterServer. In vLLM's processes."""
+"""An extension of vLLM's workers, with which `/collective_rpc` makes them load from a ParameterServer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .receiver import ArenaEngineOfLess, ArenaUpdateInfo, ArenaWeightTransferEng
 
 
 class VllmColocateWorkerExtension:
-    """For vLLM's `--worker-extension-cls`, under checkpoint-engine's name. It needs no `--weight-transfer-config`."""
+    """A `--worker-extension-cls` of vLLM, named as in checkpoint-engine; it needs no `--weight-transfer-config`."""
 
     def update_weights_from_ipc(self: Any, zmq_handles: dict[str, str]) -> None:
         """Load every weight that a ParameterServer sends. Called on all workers, by `request_inference_to_update`.

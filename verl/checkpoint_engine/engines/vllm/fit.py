@@ -1,7 +1,7 @@
-"""Whether a checkpoint fits the model that a vLLM worker serves, found out without moving a byte of it.
+"""Check that a checkpoint fits the model that a vLLM worker serves, without moving a byte.
 
-vLLM's own loaders decide: the worker builds its model a second time, on the meta device, where tensors have shapes and
-no memory, and loads the checkpoint's names and shapes into that.
+vLLM's own loaders decide: the worker builds a second model on the meta device, where tensors have shapes and no memory,
+and loads tensors with the checkpoint's names and shapes into it.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from .check import digest_of
 logger = logging.getLogger(__name__)
 
 TensorShapes = Mapping[str, tuple[str, list[int]]]
-"""dtype (torch's name) and shape of every tensor of a checkpoint."""
+"""Tensor name to (dtype by torch's name, shape), for a checkpoint."""
 REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError, IndexError, AttributeError, TypeError)
-"""How vLLM's loaders refuse a tensor."""
+"""Errors with which vLLM's loaders refuse a tensor."""
 
 
 MADE_ANEW = re.compile(r"(^|\.)(inv_freq|cos_cached|sin_cached|masked_bias)$|(attn|attention)\.bias$")
-"""Buffers that layers make of their configuration: rotary tables, and the causal masks of older models."""
+"""Buffers that layers compute from their configuration: rotary tables, and causal masks of older models."""
 FOR_NO_TEXT = re.compile(r"(^|\.)(mtp|mtp_layers|visual|vision\w*|audio\w*|multi_modal_projector|mm_projector)\.")
-"""Layers that a model of text does without: those that guess later tokens, and those of pictures and sound."""
+"""Layers that a text model does not need: multi-token prediction, vision and audio."""
 MASK_DIM = 4
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What becomes of a checkpoint's tensors in the model of one worker, or of all of them."""
+    """How a checkpoint's tensors fit the model of one worker, or of all workers."""
 
     kind: str = ""
     """Class of the model."""
     problems: tuple[str, ...] = ()
-    """What it lacks, does not know, or has in another shape."""
+    """Missing, unknown and misshapen tensors, one sentence each."""
     left_out: frozenset[str] = frozenset()
-    """Tensors of which nothing gets in, though no loader says so."""
+    """Tensors that the loaders skip silently."""
     embeddings: frozenset[str] = frozenset()
-    """Tensors that fill matrices of the vocabulary."""
+    """Tensors that fill vocabulary matrices."""
     unknown: str = ""
-    """Why none of it is known; empty if it is."""
+    """Why the fit could not be found out; empty if it was."""
 
     def together(self, others: Iterable[Fit]) -> Fit:
-        """Of all workers: each has layers and experts of its own."""
+        """The fit of all workers, which may have different layers and experts."""
         fits = [self, *others]
         if not_known := next((fit.unknown for fit in fits if fit.unknown), ""):
             return Fit(unknown=not_known)
@@ -74,8 +74,8 @@ class Fit:
         )
 
     def copies(self, tensors: TensorShapes) -> dict[str, str]:
-        """Tensors that are left out, for the model has one for both, to that one: a head that is the embedding. They
-        may be left out if they are equal."""
+        """Each left-out tensor with the twin that the model uses instead: a head with its tied embedding. Leaving it
+        out is right if both have equal values."""
         return {
             name: next(twin for twin in sorted(self.embeddings) if tensors[name] == tensors[twin])
             for name in sorted(self.left_out)
@@ -83,7 +83,7 @@ class Fit:
         }
 
     def require(self, tensors: TensorShapes) -> None:
-        """Raises ActivationError that lists every problem, and every tensor that is left out and does matter."""
+        """Raises ActivationError listing all problems, and all left-out tensors without a twin."""
         if self.unknown:
             raise ActivationError(f"cannot find out whether the checkpoint fits the engine's model: {self.unknown}")
         lost = sorted(self.left_out - self.copies(tensors).keys())
@@ -96,7 +96,7 @@ class Fit:
 
 
 def fit_of(vllm_config: Any, tensors: TensorShapes) -> Fit:
-    """How `tensors` fit this worker's model. Never raises: other workers may wait for the answer."""
+    """How `tensors` fit this worker's model. Never raises: other workers may wait in a collective for the answer."""
     try:
         with _trial(vllm_config) as trial:
             problems = trial.load_all(tensors)
@@ -110,10 +110,10 @@ def fit_of(vllm_config: Any, tensors: TensorShapes) -> Fit:
 
 
 class Seen:
-    """What has come of a checkpoint whose tensors are lent once."""
+    """Records shapes, and digests of possible twins, of tensors that pass only once."""
 
     def __init__(self, vocab_size: int, before: Set[str] | None) -> None:
-        """`before`: which tensors had to be equal in the update before; None if there was none."""
+        """`before`: the tensors that needed a digest in the previous update; None if there was none."""
         self._vocab_size, self._before = vocab_size, before
         self.shapes: dict[str, tuple[str, list[int]]] = {}
         self._digests: dict[str, object] = {}
@@ -127,14 +127,14 @@ class Seen:
             yield name, tensor
 
     def digests(self, sought: Set[str]) -> Mapping[str, object]:
-        """Raises ActivationError for tensors that nobody knew to be sought."""
+        """The recorded digests. Raises ActivationError if a tensor of `sought` has none."""
         if unseen := sorted(sought - self._digests.keys()):
             raise ActivationError(f"the update before had no such {', '.join(unseen)}: update again to compare them")
         return self._digests
 
 
 def require_equal_copies(copies: Mapping[str, str], digests: Mapping[str, object], version: int | None = None) -> None:
-    """`digests`: of the values of all tensors in `copies`. Raises ActivationError for two that differ."""
+    """Raises ActivationError if a tensor of `copies` and its twin have different `digests`."""
     for name, twin in copies.items():
         if digests[name] != digests[twin]:
             raise ActivationError(
@@ -147,7 +147,7 @@ def require_equal_copies(copies: Mapping[str, str], digests: Mapping[str, object
 
 
 def names_kept_wide(vllm_config: Any, tensors: TensorShapes) -> list[str]:
-    """Those of `tensors` that fill parameters which the model has in float32 among narrower ones: routers, mostly."""
+    """The `tensors` of parameters that a narrower model keeps in float32: mostly routers."""
     if vllm_config.model_config.dtype.itemsize >= torch.float32.itemsize:
         return []
     with _trial(vllm_config) as trial:

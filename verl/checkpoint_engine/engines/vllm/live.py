@@ -1,10 +1,10 @@
-"""Every tensor that a vLLM model computes with, under a name, and where two models differ.
+"""Find every tensor that a vLLM model computes with, by name, and compare two models.
 
-Not only parameters and buffers: a layer's quantisation method, kernel or attention may hold packed, transposed or fused
-copies of weights as plain attributes, in tuples, dicts, partial functions or closures. All of them are found.
+These are more than parameters and buffers: a layer's quantisation method, kernel or attention may hold packed,
+transposed or fused copies of weights as plain attributes, in tuples, dicts, partial functions or closures.
 
-Names are paths: `model.layers.0.self_attn.qkv_proj.cpu_linear<packed_weight>` is what the function `cpu_linear` of that
-layer has enclosed. A tensor that can be reached in two ways has two names.
+Names are paths: `model.layers.0.self_attn.qkv_proj.cpu_linear<packed_weight>` is a variable in the closure of that
+layer's function `cpu_linear`. A tensor with two paths has two names.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ...compat.vllm import packed_product
 STATE = "kv_cache"
 """The attribute of attention and state-space layers that holds sequences, not weights."""
 LOADERS = ("weight_loader", "_weight_loader")
-"""Attributes of parameters: how they are loaded, which a reload changes."""
+"""Attributes of parameters with their loader, which a reload changes."""
 TRACED = re.compile(r"_tensor_constant\d+")
-"""What torch.fx leaves on a layer when it is traced: constants of its code, once in a process, not weights."""
+"""Attributes that torch.fx adds to a traced layer: constants of its code, no weights."""
 PROBE_ROWS = 256
 FOREIGN = (
     "torch",
@@ -39,19 +39,19 @@ FOREIGN = (
     "threading",
     "numpy",
 )
-"""Packages whose objects are not looked into: their tensors, where they have some, are nobody's weights."""
+"""Packages whose objects are not searched: their tensors are no weights."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 UNWRITTEN = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
-"""The NaN that torch fills memory with, when told to: elements that loading leaves as they are, such as padding."""
+"""The NaN with which torch fills new memory on request; it stays in elements that a load skips, such as padding."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights in a form of oneDNN's that nobody can read: known by their product with the identity, which is exact,
-    every element of it being the sum of one weight and zeros."""
+    """Weights in oneDNN's opaque format. They are read as their product with the identity, which is exact: every
+    element is the sum of one weight and zeros."""
 
     source: object
-    """What holds them."""
+    """The handle that holds them."""
     multiply: Callable[[torch.Tensor], torch.Tensor]
     num_inputs: int
     num_outputs: int
@@ -62,7 +62,7 @@ class Packed:
         return self.num_inputs * self.num_outputs * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
-        """The weights, (inputs, outputs)."""
+        """The weights: [inputs, outputs]."""
         rows = range(0, self.num_inputs, PROBE_ROWS)
         identity = torch.eye(self.num_inputs, dtype=self.dtype)
         return torch.cat([self.multiply(identity[row : row + PROBE_ROWS]) for row in rows])
@@ -72,7 +72,7 @@ LiveTensor = torch.Tensor | Packed
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
-    """All of them, borrowed: nothing is copied."""
+    """All tensors of `model` by name, borrowed: none is copied."""
     return _Walk(model).found
 
 
@@ -178,7 +178,7 @@ def _packed(value: Any, dtype: torch.dtype) -> Packed | None:
 
 
 def differences(found: Mapping[str, LiveTensor], expected: Mapping[str, LiveTensor]) -> dict[str, str]:
-    """Name to what is different, for every tensor that is not equal bit for bit."""
+    """Tensor name to its difference in words, for every tensor that is not equal bit for bit."""
     different = dict.fromkeys(expected.keys() - found.keys(), "is not there")
     different |= dict.fromkeys(found.keys() - expected.keys(), "is not in a model loaded from disk")
     same: dict[tuple[Any, ...], str | None] = {}
@@ -217,7 +217,7 @@ def _difference(one: LiveTensor, other: LiveTensor) -> str | None:
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of its elements, in a copy unless it is contiguous."""
+    """The bits of the elements of `tensor` as integers; a copy unless it is contiguous."""
     if tensor.dtype == torch.bool:
         return tensor
     if tensor.is_complex():

@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def answer_of(engine: Any, order: str, active: bool, asleep: tuple[str, ...]) -> dict[str, Any]:
-    """Of a worker, to an `Order`. Never raises: the answers of other workers would stay unread in vLLM's executor."""
+    """A worker's answer to an `Order`. Never raises: vLLM's executor would leave other workers' answers unread."""
     try:
         found: dict[str, Any] = engine.answer(order, active=active, asleep=asleep)
     except Exception as exc:  # noqa: BLE001 - who asks says it
@@ -45,7 +45,7 @@ def answer_of(engine: Any, order: str, active: bool, asleep: tuple[str, ...]) ->
 
 
 def refusal_to_resume(answers: Iterable[dict[str, Any]]) -> str | None:
-    """Of what all workers say that they hold: see `writers.Answer`."""
+    """Why an engine must not resume, by its workers' answers (`writers.Answer`); None if it may."""
     if any(answer.get("torn") for answer in answers):
         return (
             "the engine does not go on: a load of weights has begun and not ended, and what it holds is no version. "
@@ -55,10 +55,10 @@ def refusal_to_resume(answers: Iterable[dict[str, Any]]) -> str | None:
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the process that started it is gone. Does nothing in vLLM's client process.
+    """Kill this process when its parent process is gone. Does nothing in vLLM's client process.
 
-    vLLM's workers watch the engine core, but the engine core does not watch its client: after a SIGKILL of the client,
-    all of them would stay, with the memory of the model, and nobody could reach them.
+    vLLM's workers watch the engine core, but the engine core does not watch its client. After a SIGKILL of the client
+    all of them would stay, unreachable and with the memory of the model.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

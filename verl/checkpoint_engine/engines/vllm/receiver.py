@@ -1,13 +1,15 @@
 """The vLLM side of a sync: a weight-transfer engine that loads a version from a node arena or a ParameterServer.
 
-Runs inside every vLLM worker (one per rank, data-parallel ones included), with or without a trainer of ours. The update
-request is `{"arena_path": str, "version": int}`, the bytes being on this host already, or
-`{"socket_paths": {device id: path}}`, where a ParameterServer hands them over bucket by bucket, or `{"files": {path:
-[bytes, time]}}`, a checkpoint's safetensors files, which every worker reads. With `"since": int`,
-the version that every worker computes with, tensors that are the same are not loaded. Each rank maps the memory and
-feeds views of it to the model's own `load_weights` inside vLLM's layerwise reload: a rank copies only its slice of a
-tensor, or its experts, and vLLM's post-processing of fused, packed and quantised layouts runs as for a checkpoint from
-disk.
+It runs inside every vLLM worker (one per rank, data-parallel ones included), with or without our trainer. An update
+request is one of
+
+    {"arena_path": str, "version": int}      the bytes are in an arena on this host; with "since": int, the version
+                                             that every worker computes with, unchanged tensors are not loaded
+    {"socket_paths": {device id: path}}      a ParameterServer sends them bucket by bucket
+    {"files": {path: [bytes, time]}}         every worker reads the safetensors files of a checkpoint
+
+Each rank passes views of the mapped memory to the model's own `load_weights` inside vLLM's layerwise reload: it copies
+only its slice of a tensor, or its experts, and vLLM post-processes fused, packed and quantised layouts as from disk.
 """
 
 from __future__ import annotations
@@ -52,36 +54,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ArenaInitInfo(WeightTransferInitInfo):
-    """What is agreed on beforehand. Every update names its source."""
+    """The settings of the engine before the first update."""
 
     tensors: dict[str, tuple[str, list[int]]] | None = None
-    """If given: dtype and shape of every tensor that an update will bring, to be refused now if they do not fit."""
+    """If given: dtype and shape of every tensor of later updates; the worker refuses those that do not fit."""
     check_engine: str = "first"
-    """When the live model is held against the version: see `vllm_check`."""
+    """The versions to check: first, always or off; see `check.py`."""
     report_directory: str | None = None
-    """Where each worker writes which tensors of the model's directory it keeps in float32."""
+    """Directory in which each worker lists the checkpoint's tensors that it keeps in float32."""
 
 
 @dataclass
 class ArenaUpdateInfo(WeightTransferUpdateInfo):
-    """Which version of which arena to load, or where ParameterServers have it ready, one for each worker."""
+    """An update: from an arena, from ParameterServers (one per worker), or from files."""
 
     arena_path: str | None = None
     version: int | None = None
     since: int | None = None
-    """What every worker computes with, as far as the caller knows: what has not changed since may be kept."""
+    """The version that every worker has, by the caller's knowledge: tensors unchanged since then may be kept."""
     socket_paths: dict[str, str] | None = None
-    """By device id. On accelerators a worker takes that of its device, on CPU the one at its rank's place."""
+    """Device id to path. On accelerators a worker uses its device's path, on CPU the one at its rank's position."""
     files: dict[str, State] | None = None
-    """Of a checkpoint, as they have to be."""
+    """Files of a checkpoint, with the state that they must have."""
     report_directory: str | None = None
-    """Where each worker writes what it found when it looked whether it computes with the version."""
+    """Directory in which each worker reports the result of its check."""
     timeout_s: float = 600.0
-    """For each wait for the ParameterServer."""
+    """The timeout of each wait for the ParameterServer."""
     writer: str | None = None
-    """Who asks for it, by `Writer.id`."""
+    """`Writer.id` of the caller."""
     load: str = ""
-    """What a worker answers to an `Order`, once all have loaded it."""
+    """The identity of this load, which workers report to an `Order` after all have loaded it."""
 
     def __post_init__(self) -> None:
         sources = [source for source in (self.arena_path, self.socket_paths, self.files) if source is not None]
@@ -90,7 +92,7 @@ class ArenaUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateInfo]):
-    """One per vLLM worker. Called by vLLM on its worker thread: start, receive once, finish."""
+    """The weight-transfer engine of one vLLM worker. vLLM calls it on the worker's thread: start, receive, finish."""
 
     init_info_cls = ArenaInitInfo
     update_info_cls = ArenaUpdateInfo
@@ -119,7 +121,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         """Why versions are loaded as from disk; empty if they are not. Known after the reload was tried."""
 
     def init_transfer_engine(self, init_info: ArenaInitInfo) -> None:
-        """Raises ActivationError if `tensors` do not fit the model, ValueError if `check_engine` is no mode.
+        """Raises ActivationError if `tensors` do not fit the model, ValueError for an unknown `check_engine`.
 
         ConfigError if the weights in the model's directory cannot be read for a report.
         """
@@ -176,16 +178,15 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             require_equal_copies(copies, digests(self._twins), version)
 
     def start_weight_update(self) -> None:
-        """Nothing happens before it is known what is loaded."""
+        """Does nothing: `receive_weights` does all the work."""
 
     def receive_weights(self, update_info: ArenaUpdateInfo) -> None:
-        """Load every weight of the version, all of it here: nothing is left for `finish_weight_update`.
+        """Load every weight of the version and check the model.
 
-        Raises ActivationError if the model has parameters that the version does not bring, naming all of them, the
-        version has tensors that the model does not know, the model cannot be loaded right, or the arena's committed
-        version is another; IntegrityError if the model then computes with anything else than that version, naming the
-        tensors; TransportError if the ParameterServer is gone, silent or gave up. ActivationError, and nothing has
-        changed, if another writer has claimed the server.
+        Raises ActivationError, naming tensors, if model and version do not match, or the model cannot be loaded;
+        ActivationError if the arena's committed version is another, or, before any change, if another writer has
+        claimed the server. Raises IntegrityError, naming tensors, if the model then computes with other values;
+        TransportError if the ParameterServer is gone, silent or gave up. Only the last rank raises.
         """
         failure: Exception | None = None
         digest = ""
@@ -225,7 +226,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         return ""
 
     def load_version(self, weights: Callable[[], Weights], manifest: Manifest, since: int | None) -> None:
-        """The version of `manifest`, whose tensors `weights` lends."""
+        """Load the version of `manifest`. `weights` iterates over its tensors, borrowed."""
         shapes = {spec.name: (spec.dtype, list(spec.shape)) for spec in manifest.plan.layout.specs}
         self._require_all_taken(
             shapes,
@@ -241,7 +242,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
             self._loaded = Loaded.of(manifest, sources)
 
     def load_files(self, states: Mapping[str, State]) -> None:
-        """The checkpoint of these files. Raises ConfigError, on all ranks, if they were written to since."""
+        """Load the checkpoint in these files. Raises ConfigError on all ranks if a file has changed since `states`."""
         why: ConfigError | None = None
         files: list[Path] = []
         try:
@@ -296,9 +297,9 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         return True
 
     def load(self, weights: Callable[[], Weights], version: int | None) -> Sources | None:
-        """What `weights` makes, as often as it is called: lent tensors under the checkpoint's names.
+        """Load all of `weights`, which can be called several times: (checkpoint name, tensor) pairs, borrowed.
 
-        Returns what fills which layer; None where it was not the reload that loaded.
+        Returns the tensors that fill each layer; None if a second model was loaded instead of the reload.
         """
         self._tensors_kept = 0
         self._check.before(self.model, weights, self._all_agree)
@@ -343,7 +344,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     @property
     def checked(self) -> EngineCheckResult | None:
-        """What was found out about the version that was loaded last."""
+        """The result of the check of the last loaded version."""
         result = self._check.result
         if self._tensors_kept:
             found = result or EngineCheckResult(seconds=0.0, found="what did not change was not loaded again")
@@ -353,7 +354,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         return EngineCheckResult(seconds=result.seconds if result is not None else 0.0, found=self._why_whole)
 
     def load_once(self, weights: Weights) -> None:
-        """What comes bucket by bucket, and only once: what is left out is known when all of it is loaded."""
+        """Load tensors that pass only once, in buckets. Tensors that the model skips are known after the load."""
         self.ledger.begin_load()
         seen = Seen(self.vllm_config.model_config.get_vocab_size(), self._twins)
         self._load_once(seen.noting(weights))
@@ -469,11 +470,11 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         return not told
 
     def finish_weight_update(self) -> None:
-        """Does nothing: the load is complete. Called after a failure, too: one of several ranks may raise. With it the
-        owner of the claim ends an update that a dead writer has begun."""
+        """Does nothing: the load is complete. Called after a failure, too, because one rank of several may raise. The
+        claim's owner also ends with it an update that a dead writer has begun."""
 
     def answer(self, order: str, *, active: bool, asleep: tuple[str, ...] = ()) -> dict[str, Any]:
-        """To an `Order` in JSON: see `Ledger`. `asleep`: what was given back of its memory. Never raises on one rank of
+        """Answer an `Order` in JSON: see `Ledger`. `asleep`: tags of memory that sleeps. It never raises on one rank of
         several."""
         refuses = ""
         if self.vllm_config.lora_config is not None:
@@ -490,9 +491,9 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """What vLLM 0.25 to 0.27 ask of an engine, which they would not make without: how a trainer of theirs sends.
+        """The sending side of vLLM's own trainers, without which vLLM 0.25 to 0.27 create no engine.
 
-        Raises ConfigError: what is loaded here was published, and verified, before vLLM is told of it.
+        Raises ConfigError: weights come from a sync, not from vLLM's trainers.
         """
         raise ConfigError(
             "this vLLM engine does not receive weights from vLLM's trainers: push them with a WeightPublisher"
@@ -500,7 +501,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
 
 
 class ArenaEngineOfLess(ArenaWeightTransferEngine):
-    """For vLLM 0.24: see `compat.vllm_0_24`."""
+    """The engine for vLLM 0.24: see `compat.vllm_0_24`."""
 
     def __init__(self, config: Any, parallel_config: Any, model: torch.nn.Module) -> None:
         self.vllm_config = configuration()
@@ -508,5 +509,5 @@ class ArenaEngineOfLess(ArenaWeightTransferEngine):
         super().__init__(config, parallel_config, model)
 
     def receive_weights(self, update_info: ArenaUpdateInfo, load_weights: Any = None) -> None:
-        """`load_weights`: how that vLLM would load; what comes from an arena is loaded as in every version."""
+        """As for every vLLM; ignores `load_weights`, with which vLLM 0.24 would load."""
         super().receive_weights(update_info)

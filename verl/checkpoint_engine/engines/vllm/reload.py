@@ -1,9 +1,8 @@
-"""How a version gets into the live model: through vLLM's layerwise reload, or, for some models, as a second model.
+"""Load a version into the live model: through vLLM's layerwise reload, or, for some models, as a second model.
 
-The reload goes through the loaders of parameters. A model that writes into a parameter past its loader writes into
-nothing: the reload has put a tensor without memory in its place. Such a model is loaded whole: vLLM builds a second one
-as it does from disk, whose layers take the places of the present ones. That is right, and slower, and needs the memory
-of a second model meanwhile.
+The reload calls the loaders of parameters. A model that writes to a parameter without its loader writes to no memory:
+the reload has replaced the parameter with a tensor on the meta device. For such a model vLLM builds a second one as
+from disk, whose layers replace the live ones. That is slower, and needs the memory of a second model meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .unchanged import Kept, Sources
 
 NOTING = "notes_loading"
 REFUSALS = (KeyError, ValueError, RuntimeError, AssertionError)
-"""How vLLM's loaders refuse a tensor."""
+"""Errors with which vLLM's loaders refuse a tensor."""
 
 
 def _born_as(layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> torch.dtype:
@@ -57,19 +56,19 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
 
 
 class ReloadFailed(ActivationError):
-    """The model's own loaders raised: perhaps they would not, in a model that has just been built."""
+    """The model's own loaders raised an error in a reload. A newly built model may load without one."""
 
 
 class Reload:
-    """One layerwise reload of `model`. Use `load` once, then `end`, also when loading has failed."""
+    """One layerwise reload of `model`. Call `load` once, then `end`, even if the load has failed."""
 
     def __init__(self, model: Any, vllm_config: VllmConfig, kept: Kept | None = None) -> None:
-        """`kept`: what stays as it is; `load` is not given its tensors."""
+        """`kept`: layers that are not loaded; `load` gets no tensors of theirs."""
         self._model = model
         self._vllm_config = vllm_config
         self._kept = kept or Kept()
         self.sources = Sources()
-        """Of what is loaded."""
+        """The tensors that fill each layer."""
         self._written: set[str] = set()
         # Before the reload takes the parameters apart, a tied one is one object: named once, shared by two layers.
         self._expected = {name for name, _ in model.named_parameters()} & set(_checkpoint_parameters(model))
@@ -119,11 +118,11 @@ class Reload:
             handle.remove()
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int | None) -> set[str]:
-        """Parameters that the model says it has loaded, past the reload: their layers still compute with what they had.
-        `weights` stay as they are until `end`.
+        """Load `weights`, which must not change until `end`. Returns parameters that the model has loaded without the
+        reload: their layers still compute with the old values.
 
-        Raises ActivationError if the model has parameters that the version does not bring, naming all of them, or the
-        version has tensors that the model does not know.
+        Raises ActivationError, naming the tensors, if the version lacks parameters of the model; ReloadFailed for
+        errors of the loaders, such as an unknown tensor.
         """
         model = self._model
         try:
@@ -269,7 +268,7 @@ def _has_more_to_load(layer: torch.nn.Module) -> bool:
 
 
 def tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Layers with a parameter that an earlier layer of `model` has, too: an output projection tied to embeddings."""
+    """Layers that share a parameter with an earlier layer of `model`, such as a head tied to the embedding."""
     owned: set[int] = set()
     tied = []
     for layer in model.modules():
@@ -281,7 +280,7 @@ def tied_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def require_exchangeable(vllm_config: VllmConfig, why: str) -> None:
-    """Raises ActivationError if layers of the live model cannot be exchanged: compiled code holds their addresses."""
+    """Raises ActivationError, with `why`, if compiled code holds addresses of the live model's layers."""
     compilation = vllm_config.compilation_config
     if compilation.mode not in (None, CompilationMode.NONE) or compilation.cudagraph_mode:
         raise ActivationError(
@@ -291,11 +290,11 @@ def require_exchangeable(vllm_config: VllmConfig, why: str) -> None:
 
 
 def take_over(model: torch.nn.Module, fresh: torch.nn.Module) -> None:
-    """Have `model` be `fresh`, which is given up: layers stay the same objects to all who hold them, with the state of
-    their counterparts, but for the sequences that attention remembers and for what the engine gave a layer after it was
-    loaded (on CPU the kernel of each attention). Tensors that a layer has made of its weights meanwhile are forgotten.
+    """Give the layers of `model` the state of their counterparts in `fresh`, which must not be used any more.
 
-    Raises ActivationError if the two are not built alike.
+    Layers stay the same objects. They keep the KV cache, and attributes that the engine set after the load (on CPU the
+    kernel of each attention), but no tensors that they derived from old weights.
+    Raises ActivationError if the two models have different layers.
     """
     live, new = dict(model.named_modules()), dict(fresh.named_modules())
     mine = {id(new[name]): layer for name, layer in live.items() if name in new}

@@ -1,5 +1,5 @@
-"""How workers of an engine tell the process that serves it what they found: vLLM passes neither answers nor the kinds
-of errors on. One file for each rank, in a directory that the server names."""
+"""Reports of an engine's workers to the process that serves it, because vLLM passes on neither answers nor types of
+errors. Each rank writes a file in a directory that the server names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...plan.types import EngineCheckResult
 
 
 def write_report(directory: Path, rank: int, checked: EngineCheckResult | None, failure: Exception | None) -> None:
-    """Called by each worker, at the end of an update."""
+    """Write the result of an update. Each worker calls it at the end of the update."""
     report = {
         "seconds": checked.seconds if checked is not None else None,
         "found": checked.found if checked is not None else None,
@@ -26,21 +26,21 @@ def write_report(directory: Path, rank: int, checked: EngineCheckResult | None, 
 
 @dataclass(frozen=True)
 class Workers:
-    """Those of an engine."""
+    """The workers of an engine."""
 
     kept_wide: tuple[str, ...]
-    """Tensors that all of them together keep in float32, sorted."""
+    """Names of the tensors that any worker keeps in float32, sorted."""
     pids: Mapping[int, int]
-    """By rank."""
+    """Rank to process id."""
 
 
 def write_worker(directory: Path, rank: int, kept_wide: Sequence[str]) -> None:
-    """Called by each worker that has built a model, once."""
+    """Write this worker's pid and wide tensors. Each worker calls it once, after it has built its model."""
     (directory / f"{rank}.json").write_text(json.dumps({"kept_wide": list(kept_wide), "pid": os.getpid()}))
 
 
 def take_workers(directory: Path) -> Workers:
-    """Called once, before anything else is written there."""
+    """Read and remove the files of `write_worker`. The server calls it once, before any report is written."""
     found = {int(file.stem): json.loads(file.read_text()) for file in directory.glob("*.json")}
     for rank in found:
         (directory / f"{rank}.json").unlink()
@@ -49,9 +49,9 @@ def take_workers(directory: Path) -> Workers:
 
 
 def take_reports(directory: Path, version: int) -> EngineCheckResult | None:
-    """What all ranks wrote since it was called last: the longest time, and what the first of them says.
+    """Read and remove the reports of all ranks. The result has the longest time and the first rank's text.
 
-    Raises IntegrityError if one of them computes with anything but `version`.
+    Raises IntegrityError if a rank computes with other values than `version`.
     """
     reports = []
     for file in sorted(directory.glob("*.json")):

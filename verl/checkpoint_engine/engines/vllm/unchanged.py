@@ -1,8 +1,8 @@
-"""What of a version a vLLM worker need not load, because it computes with those values already.
+"""Find the layers that a vLLM worker need not load, because their tensors have not changed.
 
-vLLM's reload leaves a layer as it is that nothing is loaded into. A layer is loaded whole or not at all, and a tensor
-goes to every layer that it fills: layers hang together by the tensors that they share, and those are kept of which no
-tensor changed. Who fills what is noted while everything is loaded, by the memory that loaders are handed.
+vLLM's reload does not change a layer without new tensors. A layer is loaded completely or not at all, and a tensor goes
+to every layer that it fills. So layers that share tensors are kept together, if no tensor of theirs has changed. A full
+load records the tensors of each layer, by the addresses that its loaders get.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import torch
 from ...memory.digest import Manifest, UInt64s
 
 LEAST_SHARE = 16
-"""Of a version's bytes: where less than such a part is unchanged, everything is loaded."""
+"""A worker loads everything if less than one LEAST_SHARE-th of the version's bytes is unchanged."""
 
 
 class Sources:
-    """By layer, the tensors of a checkpoint that are loaded into it."""
+    """The checkpoint's tensors that fill each layer."""
 
     def __init__(self) -> None:
         self.layers: dict[str, set[str]] = {}
         self.are_known = True
-        """Loaders were handed nothing but parts of tensors as they lie in memory."""
+        """Whether all values that loaders got were views of lent tensors."""
         self._lent: list[tuple[int, int, str]] = []
 
     def lending(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """`weights`, each of which lies elsewhere, and stays there."""
+        """Iterate over `weights` and record their addresses, which must be distinct and must stay valid."""
         for name, tensor in weights:
             if tensor.numel():
                 insort(self._lent, (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
             yield name, tensor
 
     def note(self, layer: str, values: Iterable[Any]) -> None:
-        """A loader of `layer` is handed `values`."""
+        """Record that a loader of `layer` got `values`."""
         for value in values:
             if isinstance(value, torch.Tensor) and value.numel():
                 address = value.data_ptr()
@@ -49,25 +49,25 @@ class Sources:
                     self.layers.setdefault(layer, set()).add(self._lent[position][2])
 
     def left_out(self) -> list[str]:
-        """Tensors that no loader was handed. While all of them are lent."""
+        """The tensors that no loader got. Call it while all tensors are lent."""
         taken = {name for names in self.layers.values() for name in names}
         return sorted(name for _, _, name in self._lent if name not in taken) if self.are_known else []
 
     def forget_places(self) -> None:
-        """Everything is loaded."""
+        """Drop the addresses, after the load."""
         self._lent.clear()
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Layers that stay as they are, and the tensors of which they were loaded."""
+    """Layers that are not loaded again, and the names of their tensors."""
 
     layers: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
 
 
 def kept(layers: Mapping[str, Collection[str]], unchanged: Collection[str]) -> Kept:
-    """The layers all of whose tensors are `unchanged` and fill no layer that is loaded. Pure."""
+    """The layers whose tensors are all `unchanged` and fill no layer that is loaded. Pure."""
     keep = {layer for layer, names in layers.items() if set(names) <= set(unchanged)}
     while True:
         loaded = {name for layer, names in layers.items() if layer not in keep for name in names}
@@ -91,14 +91,14 @@ class Loaded:
         return cls(manifest.version, manifest.plan.digest, np.array(manifest.digests), sources)
 
     def unchanged(self, now: Manifest) -> set[str]:
-        """Tensors all of whose pieces have the digests that they had."""
+        """The tensors whose pieces all have the same digests in `now`."""
         if now.plan.digest != self.plan:
             return set()
         changed = set(now.plan.boxes.tensor[self.digests != now.digests].tolist())
         return {spec.name for index, spec in enumerate(now.plan.layout.specs) if index not in changed}
 
     def kept(self, now: Manifest, among: Collection[str] | None) -> Kept:
-        """What stays as it is with `now`; nothing where it is not worth it. `among`: these layers at most."""
+        """The layers to keep for `now`, only of `among` if given; none if they are less than a LEAST_SHARE-th."""
         if not self.sources.are_known:
             return Kept()
         layers = self.sources.layers

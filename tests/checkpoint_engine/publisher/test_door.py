@@ -27,6 +27,7 @@ from tests.checkpoint_engine.stand_in_vllm import stand_in
 from verl.checkpoint_engine import CheckpointEngineError, ConfigError, SyncAborted, WeightPublisher
 from verl.checkpoint_engine.memory.janitor import Janitor
 from verl.checkpoint_engine.parameter_server.rescue import PREFIX
+from verl.checkpoint_engine.parameter_server.writers import LEASE_S, Ledger
 
 
 @pytest.mark.parametrize("version", [np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3])])
@@ -92,6 +93,17 @@ def test_a_push_while_another_thread_pushes_is_refused_and_harms_none(shm: Path)
         thread.join()
         assert vllm.version == "1"
         assert publisher.push(2).version == 2
+
+
+def test_between_pushes_a_server_stays_that_of_its_publisher(shm: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl.checkpoint_engine.publisher.publisher.LEASE_S", 0.03)  # how often it is renewed
+    now = [0.0]
+    with stand_in(1) as (vllm, url), WeightPublisher({"w": torch.ones(3)}, [url]) as publisher:
+        vllm.workers[0].ledger = Ledger(lambda: now[0])
+        publisher.push(1)
+        (holder,) = vllm.holders
+        now[0] += LEASE_S
+        assert soon(lambda: vllm.holders == {holder})
 
 
 def test_a_publisher_that_nobody_has_any_more_keeps_no_server(shm: Path):

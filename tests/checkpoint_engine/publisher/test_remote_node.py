@@ -30,7 +30,17 @@ from verl.checkpoint_engine.memory.committed import committed_version
 from verl.checkpoint_engine.node import PORT, main
 from verl.checkpoint_engine.publisher.hosts import HERE, Hosts
 from verl.checkpoint_engine.publisher.node_key import key_in, make_key
-from verl.checkpoint_engine.publisher.node_link import METHODS, Call, Cancel, Failure, Link, Message, ask_in
+from verl.checkpoint_engine.publisher.node_link import (
+    METHODS,
+    Answer,
+    Call,
+    Cancel,
+    Failure,
+    Link,
+    Message,
+    ask_in,
+    let_in,
+)
 from verl.checkpoint_engine.publisher.node_server import serve
 from verl.checkpoint_engine.publisher.remote_node import RemoteNode
 from verl.checkpoint_engine.publisher.reports import CLAIM, MAKE, RELEASE, TAKE
@@ -152,6 +162,21 @@ async def test_a_node_whose_process_is_gone_is_named_and_is_used_again_once_it_i
         assert_equal(replica.weights, weights(2))
         place.serving.cancel()
         await asyncio.gather(place.serving, return_exceptions=True)
+
+
+async def test_whoever_waits_for_an_answer_is_told_that_the_node_has_gone():
+    async def go_amid_the_second_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = await let_in(reader, writer, KEY)
+        opening = await link.receive()
+        await link.send(Answer(opening.number, msgspec.Raw(msgspec.msgpack.encode(None))))
+        await link.receive()
+        link.close()
+
+    async with await asyncio.start_server(go_amid_the_second_call, "127.0.0.1", 0) as server:
+        node = remote(server.sockets[0].getsockname()[1], CheckpointEngineConfig())
+        with pytest.raises(TransportError, match="has gone"):
+            await asyncio.wait_for(node.ask(MAKE, ()), 60)
+        await node.close()
 
 
 async def test_a_publisher_that_is_gone_leaves_nothing(tmp_path: Path):

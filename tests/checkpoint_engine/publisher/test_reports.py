@@ -120,6 +120,8 @@ async def test_a_server_of_a_host_is_one_publishers_until_that_lets_go_of_it(pla
     async with reports_at(place, tmp_path) as first, reports_at("here", tmp_path) as second:
         name = await first.claim(URL, "publisher of process 1 on a")
         assert await first.claim(URL.replace("localhost", "127.0.0.1"), "publisher of process 1 on a") == name
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+        assert await first.claim("https://a/b", "first") == await first.claim("https://a:443/b/", "first")
         with pytest.raises(ConfigError, match="30000/ is written by another: the publisher of process 1 on a. Close"):
             await second.claim(URL, "second")
         await second.claim(URL.replace("30000", "30001"), "second")

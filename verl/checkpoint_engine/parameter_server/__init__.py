@@ -1,6 +1,6 @@
-"""Checkpoints in the host memory of many ranks, moved into inference engines on demand. Loads torch when it is used.
+"""Hold checkpoints in the host memory of many ranks, and move them into inference engines. Loads torch on first use.
 
-A script for Moonshot's checkpoint-engine imports its names from here instead of from `checkpoint_engine`.
+Scripts for Moonshot's checkpoint-engine can import its names from here instead of from `checkpoint_engine`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks of an update agree on before a byte moves: the checkpoint, the size of buckets, who fetches which."""
+"""The agreement of an update's ranks before bytes move: checkpoint, bucket size, and the rank that fetches each."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def agree(
     metas_name: str | None,
     p2p: bool,
 ) -> tuple[BucketSize, list[tuple[int, Bucket]]]:
-    """The size of buckets, and (rank that fetches and broadcasts, bucket) in order. The same on all ranks.
+    """Collective: the bucket size, and (rank that fetches and broadcasts, bucket) in order; the same on all ranks.
 
-    `usable_nbytes`: for buckets on this rank's device. `own`: what it has registered as `name`. `metas`: what it knows
-    of the owners, of the checkpoint `metas_name` or, if None, of whatever checkpoint was meant when they were loaded.
+    `usable_nbytes`: memory for buckets on this rank's device. `own`: this rank's part of `name`. `metas`: the owners'
+    records of checkpoint `metas_name`; None if they were loaded and may be of any checkpoint.
 
-    Raises ConfigError, PlanError.
+    Raises ConfigError if ranks differ or the metas do not fit, PlanError.
     """
     _check_metas(name, own, metas, metas_name, ranks=together.roster.ranks, p2p=p2p)
     proposal = _Proposal(
@@ -74,7 +74,7 @@ def agree(
 
 
 def raise_unless_same(by_rank: Mapping[int, Any], what: str) -> None:
-    """Raises ConfigError that quotes two ranks which differ."""
+    """Raises ConfigError naming two ranks whose values differ; `what` is the verb between rank and value."""
     first, *others = by_rank
     for rank in others:
         if by_rank[rank] != by_rank[first]:

@@ -1,4 +1,4 @@
-"""In which pieces a checkpoint travels: how large they are, what is in each, in which order, and who pulls it. Pure."""
+"""The buckets in which a checkpoint travels: their size, content and order, and the rank that pulls each. Pure."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class Bucket:
 
     owner: int
     buffer: int
-    """Number of the owner's buffer."""
+    """The index of the owner's buffer."""
     offset: int
-    """Of the first byte in that buffer."""
+    """The offset of the first byte in that buffer."""
     address: int
-    """Of the first byte in the owner's process."""
+    """The address of the first byte in the owner's process."""
     nbytes: int
     tensors: tuple[PackedTensor, ...]
-    """Their offsets count from the bucket's first byte."""
+    """The tensors, with offsets from the bucket's first byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSize:
     nbytes: int
     staged: bool
-    """There is memory for a third bucket, so that the next one is fetched while one is broadcast and one loaded."""
+    """Whether memory suffices for a third bucket: to fetch one while another is broadcast and a third is loaded."""
 
 
 def choose_bucket_size(
     usable_nbytes: Mapping[int, int], max_nbytes: Mapping[int, int], metas: Mapping[int, RankMetas]
 ) -> BucketSize:
-    """The size on which all ranks agree: `usable_nbytes` and `max_nbytes` are by rank, of its device and as configured.
+    """The bucket size for all ranks. By rank: `usable_nbytes` of device memory, `max_nbytes` by configuration.
 
-    A third of the least memory, or half of it without a staging bucket when a third does not hold the largest tensor.
-    Never more than the largest host buffer. Raises ConfigError that names the tensor, and the rank that is short.
+    It is a third of the least memory, or half of it if a third does not hold the largest tensor. It is at most the
+    largest host buffer. Raises ConfigError naming the tensor that fits in no bucket, and the rank with the limit.
     """
     tensors = [tensor for meta in metas.values() for tensor in _tensors(meta)]
     if not tensors:
@@ -71,12 +71,12 @@ def choose_bucket_size(
 
 
 def largest_nbytes(metas: Iterable[RankMetas]) -> int:
-    """Of the largest tensor; 0 if there is none."""
+    """Bytes of the largest tensor; 0 if there is none."""
     return max((tensor.nbytes for meta in metas for tensor in _tensors(meta)), default=0)
 
 
 def buckets_of(meta: RankMetas, bucket_nbytes: int) -> list[Bucket]:
-    """All that a rank holds, in order, in buckets of at most `bucket_nbytes`, which no tensor exceeds."""
+    """All tensors of a rank, in order, in buckets of at most `bucket_nbytes`. No tensor may be larger."""
     return [
         _bucket(meta, number, tensors)
         for number, buffer in enumerate(meta.buffers)
@@ -87,10 +87,10 @@ def buckets_of(meta: RankMetas, bucket_nbytes: int) -> list[Bucket]:
 def order_of(
     metas: Mapping[int, RankMetas], bucket_nbytes: int, receivers: Sequence[RankMetas] | None
 ) -> list[tuple[int, Bucket]]:
-    """(rank that fetches and broadcasts, bucket), in the order in which all ranks take them.
+    """(rank that fetches and broadcasts, bucket), in the order that all ranks follow.
 
-    `receivers`: the ranks that pull from the owners; None: every owner broadcasts its own, owners by turns. Raises
-    PlanError that lists tensors which several ranks hold.
+    `receivers`: the ranks that pull from the owners; None: every owner broadcasts its own buckets, owners by turns.
+    Raises PlanError listing tensors that several ranks hold.
     """
     _raise_if_twice(metas)
     owned = [(rank, bucket) for rank in sorted(metas) for bucket in buckets_of(metas[rank], bucket_nbytes)]
@@ -140,7 +140,7 @@ def _bucket(meta: RankMetas, number: int, tensors: Sequence[PackedTensor]) -> Bu
 
 
 def topology_of(metas: Iterable[RankMetas]) -> dict[str, set[int]]:
-    """The ranks behind each RDMA device. Devices of one name on two hosts are two devices."""
+    """The ranks of each RDMA device, by `host/device`."""
     topology: dict[str, set[int]] = {}
     for meta in sorted(metas, key=lambda meta: meta.rank):
         topology.setdefault(f"{meta.host}/{meta.rdma_device}", set()).add(meta.rank)
@@ -150,11 +150,11 @@ def topology_of(metas: Iterable[RankMetas]) -> dict[str, set[int]]:
 def assign_receiver_ranks(
     buckets: list[tuple[int, T]], local_topo: Mapping[str, set[int]], remote_topo: Mapping[str, set[int]]
 ) -> list[tuple[int, int, T]]:
-    """(owner rank, bucket) becomes (receiver rank, owner rank, bucket), in the order in which buckets are to travel.
+    """Assign a receiver to each (owner rank, bucket): (receiver rank, owner rank, bucket), in transfer order.
 
-    `local_topo`: RDMA device -> ranks that receive; its smallest rank pulls for them. `remote_topo`: device -> owners.
-    The result is a sequence of rounds. In one round a receiver pulls at most one bucket and a sender's device serves
-    at most one. Raises PlanError for an owner without a device, and if nobody can receive.
+    `local_topo`: RDMA device to receiving ranks, of which the smallest pulls. `remote_topo`: device to owners. The
+    result is a sequence of rounds. In a round a receiver pulls at most one bucket, and a sender's device serves at most
+    one. Raises PlanError for an owner without a device, and without a receiver.
     """
     if not buckets:
         return []

@@ -30,7 +30,7 @@ from .safetensors_files import CheckpointTensor, StoredTensor, read_checkpoint
 
 BUFFER_NBYTES = 4 * 2**30
 CHUNK_NBYTES = 64 * 2**20
-"""What one thread reads at a time."""
+"""Bytes that one thread reads at a time."""
 MAX_THREADS = 16
 
 Job = Callable[[], int]
@@ -39,13 +39,13 @@ Job = Callable[[], int]
 
 @dataclass(frozen=True, kw_only=True)
 class HostBuffer:
-    """Packed tensors in memory that devices and peers can read. It lives as long as `memory` or a view of it does."""
+    """Packed tensors in memory that devices and peers can read. It lives as long as `memory` or a view of it."""
 
     memory: torch.Tensor
-    """uint8, one dimension: pinned where there is an accelerator, else shared memory without a name."""
+    """uint8, one dimension: pinned on hosts with an accelerator, else shared memory without a name."""
     tensors: tuple[PackedTensor, ...]
     shared: SharedMemory | None = None
-    """The same, if it is shared memory."""
+    """The shared memory of `memory`, if it is shared."""
 
     def tensor(self, packed: PackedTensor) -> torch.Tensor:
         """A view of one of `tensors`."""
@@ -62,11 +62,11 @@ def load_buffers(
     reuse: Sequence[HostBuffer] = (),
     buffer_nbytes: int = BUFFER_NBYTES,
 ) -> list[HostBuffer]:
-    """Load safetensors `files` and copies of `named_tensors` into host memory. No collective; any rank calls it alone.
+    """Load safetensors `files` and copies of `named_tensors` into host memory. Not collective.
 
     `files` are this rank's part: the caller has divided the checkpoint (`split_files`). A buffer of `reuse` with the
-    layout of a new one gets the new content; no peer may read it meanwhile. A buffer has at most `buffer_nbytes`,
-    except that a larger tensor has one of its own.
+    layout of a new one is overwritten; no peer may read it meanwhile. A buffer has at most `buffer_nbytes`; a larger
+    tensor has its own.
 
     Raises ConfigError, before anything is allocated, for damaged or incomplete files (see `read_checkpoint`), a name in
     both sources, an unknown dtype, or too little memory (with the needed and free bytes).
@@ -91,7 +91,7 @@ def load_buffers(
 
 
 def stored_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of safetensors `files`, in memory of its own, read when it is asked for. Raises ConfigError."""
+    """(name, tensor) of each tensor in safetensors `files`, read one at a time into new memory. Raises ConfigError."""
     for stored in read_checkpoint(files):
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         for job in _jobs(tensor, stored, None):

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory: which of its files are the checkpoint. No torch."""
+"""Find the files of a checkpoint in a Hugging Face directory. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 LONGEST_NAME_NBYTES = 255
 
 State = tuple[int, int]
-"""Of a file: how many bytes it has, and when it was last written to, in nanoseconds."""
+"""The size of a file in bytes, and the time of its last change in nanoseconds."""
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -49,7 +49,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def states_of(files: Iterable[Path]) -> dict[str, State]:
-    """By the absolute path of each. Raises ConfigError for one that is gone."""
+    """The state of each file, by absolute path. Raises ConfigError for a missing file."""
     try:
         return {str(file.resolve()): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
     except OSError as exc:
@@ -57,7 +57,7 @@ def states_of(files: Iterable[Path]) -> dict[str, State]:
 
 
 def unchanged(states: Mapping[str, State]) -> list[Path]:
-    """The files of `states`. Raises ConfigError for one that is gone, or was written to since."""
+    """The files of `states`. Raises ConfigError if a file is missing, or has changed since."""
     now = states_of(map(Path, states))
     if other := [file for file, state in states.items() if now.get(file) != tuple(state)]:
         raise ConfigError(f"not the files that they were when the update began: {listed(other)}")

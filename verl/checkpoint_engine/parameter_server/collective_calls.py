@@ -1,4 +1,4 @@
-"""A call that several ranks make together: they meet, have a process group, hear of each other's failures, and part."""
+"""Collective calls of several ranks: they meet, get a process group, learn of each other's failures, and part."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ CLOSING_S = 2.0
 class CollectiveCall:
     roster: Roster
     group: Group | None
-    """None if there is only one rank."""
+    """None with a single rank."""
     failure: FirstFailure
-    """Here, or on another rank."""
+    """The first failure on this or another rank."""
     deadline: Deadline
     own_deadline: Deadline
-    """For what a rank waits for by itself, its engine or a peer's memory: a little earlier than when ranks wait for
-    each other, so that the error is that of the one which knows what was missing."""
+    """The deadline of waits for this rank's engine or a peer's memory. It is earlier than that of waits for other
+    ranks, so that the first error is that of the rank that knows the cause."""
 
 
 class CollectiveCalls:
-    """One rank's store and groups, for one collective call after the other. Connects when it is first needed."""
+    """One rank's store and process groups for its collective calls, one at a time. It connects on first use."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class CollectiveCalls:
     def begin(
         self, ranks: tuple[int, ...], *, keep: bool = False, timeout_s: float | None = None
     ) -> Iterator[CollectiveCall]:
-        """All of `ranks` call it. What goes wrong inside, on any of them, ends it on all with the first error.
+        """The block of a collective call of `ranks`. An error on one rank ends it on all ranks, with the first error.
 
-        `keep`: keep the group in any case. `timeout_s`: for this call, None for that of all.
+        `keep`: keep the group in any case. `timeout_s`: for this call; by default that of the constructor.
         """
         if self._failed:  # its error may have been in a cycle, and with it the memory for buckets
             gc.collect()
@@ -108,7 +108,7 @@ class CollectiveCalls:
                 self._drop(ranks)
 
     def init_default_group(self, timeout_s: float | None) -> None:
-        """torch's, over the store in which the ranks meet. All ranks call it."""
+        """Make torch's default process group, over the ranks' store. All ranks call it."""
         dist.init_process_group(
             store=PrefixStore("default_group", self._meeting_place()),
             rank=self._rank,
@@ -175,7 +175,7 @@ class CollectiveCalls:
 
 
 def release_frames(*errors: BaseException | None) -> None:
-    """An error keeps the frames that it passed, and they would keep buckets mapped and groups open as long."""
+    """Clear the frames of `errors` and their causes, which would keep buckets mapped and groups open."""
     pending, seen = list(errors), set()
     while pending:
         error = pending.pop()

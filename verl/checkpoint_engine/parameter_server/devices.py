@@ -1,4 +1,4 @@
-"""What a ParameterServer and an engine on one host call the device that they share."""
+"""The name by which a ParameterServer and an engine on one host identify a shared device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def device_id(device: torch.device, rank: int) -> str:
-    """The same in every process of the host for an accelerator; on CPU, which has no devices, `cpu-<rank>`.
+    """The hardware id of an accelerator, the same in every process of the host; on CPU `cpu-<rank>`.
 
-    Processes number the accelerators that they can see, each in its own way; torch knows the hardware's own id.
+    Device indices differ between processes, because each numbers the accelerators that it can see.
     """
     if device.type == "cpu":
         return f"cpu-{rank}"

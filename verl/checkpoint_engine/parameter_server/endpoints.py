@@ -1,6 +1,6 @@
-r"""A running `vllm serve` with our plugin, as the command line sees it: its HTTP routes for weight updates. No torch.
+r"""The HTTP routes for weight updates of a running `vllm serve` with our plugin. No torch.
 
-vLLM has these routes only where `VLLM_SERVER_DEV_MODE=1`, and our engine only where it was asked for:
+vLLM has these routes only with `VLLM_SERVER_DEV_MODE=1`, and our engine only with this configuration:
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL \
         --gpu-memory-utilization 0.5 --weight-transfer-config '{"backend": "verl_arena"}'
@@ -26,11 +26,11 @@ from .rescuing import ended
 from .writers import LEASE_S, Answer, Writer, answers_to, order, require_loaded, require_own, require_whole
 
 ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
-"""What to write in vLLM's `weight_transfer_config` to have weights loaded from a node arena or a ParameterServer.
+"""The backend in vLLM's `weight_transfer_config` that loads weights from a node arena or a ParameterServer.
 
-`verl_arena`, or `verl_sync_arena`: where both distributions are installed, an engine speaks with its own."""
+It is `verl_arena` or `verl_sync_arena`, by distribution, so that both distributions can be installed together."""
 ANSWERS = f"{ENGINE_NAME}_answers"
-"""The method of vLLM's workers, which our plugin gives them, that answers to an `Order`."""
+"""The method that our plugin adds to vLLM's workers: it answers an `Order`."""
 ENGINE = "vLLM"
 AGAIN_S = 0.2
 PAUSE_MODES = ("abort", "wait", "keep")
@@ -38,17 +38,17 @@ FLAG = f'--weight-transfer-config \'{{"backend": "{ENGINE_NAME}"}}\''
 
 
 class Endpoint(HttpServer):
-    """One server. Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
+    """One vLLM server. Every method blocks, and raises TransportError if the server cannot be reached."""
 
     _loaded: tuple[str, int | None] | None = None
-    """The load and the version that its workers have said that they compute with, when `load` was last called."""
+    """The load and the version that its workers reported after the last `load`."""
 
     def check(self, parallel_size: int | None, tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None) -> None:
-        """Make sure that an update can work, before anything happens: the engine goes on serving.
+        """Check before an update that it can work; the engine keeps serving.
 
-        `parallel_size` is the number of its workers that will be fed, None if all of them take the same; `tensors` are
-        names, dtypes and shapes to be held against its model, or None. Raises ConfigError that says what to change,
-        ActivationError that lists what does not fit.
+        `parallel_size`: the number of workers with a source each, None if all load from one. `tensors`: names, dtypes
+        and shapes to compare with the model, or None. Raises ConfigError with the remedy, ActivationError listing the
+        tensors that do not fit.
         """
         everybody, workers = self._world_sizes()
         if workers != everybody:
@@ -89,10 +89,10 @@ class Endpoint(HttpServer):
             ) from exc
 
     def claim(self, writer: Writer) -> str:
-        """Make the server `writer`'s, or renew that; what tells this server from others, and from one that is started
-        in its place. It goes on serving. Waits for one that sees after what a writer that has ended left.
+        """Claim the server for `writer`, or renew the claim. Returns the server's identity, which a restart changes.
+        The server keeps serving. Waits for a rescue that has the claim.
 
-        Raises ConfigError if it is somebody else's, or has what updates cannot be loaded into.
+        Raises ConfigError if another writer has the claim, or the engine cannot load updates.
         """
         deadline_s = time.monotonic() + LEASE_S
         answers = self._ask("claim", writer)
@@ -105,11 +105,11 @@ class Endpoint(HttpServer):
         return answers[0].server
 
     def copies(self) -> dict[str, str]:
-        """Of the tensors that were last checked: those that its model has no place for, and which it has instead."""
+        """Of the tensors last checked: each without a place in the model, with the twin that the model uses instead."""
         return {name: twin for answer in self._ask("look") for name, twin in answer.copies.items()}
 
     def release(self, writer: Writer) -> None:
-        """Others may write it. Idempotent."""
+        """Release the claim of `writer`. Idempotent."""
         self._ask("release", writer)
 
     def _ask(self, act: Literal["look", "claim", "release"], writer: Writer | None = None) -> Sequence[Answer]:
@@ -137,10 +137,10 @@ class Endpoint(HttpServer):
         """Make every worker load its weights from its socket, and serve them as `version`.
 
         If this process is killed before workers load, the server continues with its old weights. If it is killed, or
-        fails, while they do, a process that outlives it has them read `files`, which hold the same weights, or runs the
-        command `again`, an update of its own. Without either, or if the files were written to meanwhile, the server
-        then serves nothing: it holds a mixture of weights and stays paused until an update succeeds. Raises ConfigError
-        if the server belongs to another publisher, ActivationError if the engine refuses.
+        fails, during the load, a rescue process makes the workers read `files`, which hold the same weights, or runs
+        the command `again`, another update. Without either, or if the files have changed, the server stays paused with
+        mixed weights until an update succeeds. Raises ConfigError if the server belongs to another publisher,
+        ActivationError if the engine refuses.
         """
         writer = Writer.here("update")
         rescue = Rescue(envs.shm_dir(), ANSWERS, writer)
@@ -163,8 +163,8 @@ class Endpoint(HttpServer):
         self.call("POST", f"/pause?mode={mode}")
 
     def load(self, update_info: Mapping[str, Any], version: str, writer: Writer, load: str = "") -> str:
-        """Make every worker load the weights of `update_info` as `version`, while the engine is paused. As `update`.
-        `load`: its name among the workers, if the caller has to know that.
+        """Make every worker load the weights of `update_info` as `version`, while the engine is paused. `load`: an
+        identity of this load for the workers; by default a random one. Raises as `update`.
 
         Returns the digest of the loaded weights that the workers report, if they came from an arena. The server reports
         `version` once all workers have loaded it.
@@ -189,16 +189,16 @@ class Endpoint(HttpServer):
         return answers[0].digest
 
     def resume(self) -> None:
-        """Generate again. Idempotent. Raises ActivationError if its weights are torn, and it stays paused; or if its
-        workers do not compute with what was loaded, since it was started anew."""
+        """Generate again. Idempotent. Raises ActivationError if a load has torn the weights (the server stays paused),
+        or if the workers do not hold the last load, because the server was restarted."""
         require_whole(self._ask("look"), self.url)
         self.call("POST", "/resume")
         if self._loaded is not None:
             require_loaded(self._ask("look"), *self._loaded, self.url)
 
     def go_on(self, version: int, writer: Writer) -> None:
-        """Generate again with what all workers hold, whole: `version`, if its load had come that far, or what was there
-        before, each under its name. Raises ActivationError if it is torn, or another's than `writer`'s by now."""
+        """Generate again with the version that all workers hold: `version` if its load was complete, else the previous
+        one. Raises ActivationError if the weights are torn, ConfigError if another writer has the claim."""
         answers = self._ask("claim", writer)
         require_own(answers, writer, self.url)
         workers: list[dict[str, Any]] = [msgspec.to_builtins(answer) for answer in answers]
@@ -221,6 +221,6 @@ class Endpoint(HttpServer):
                 self.call("POST", "/finish_weight_update")
 
     def version(self) -> str:
-        """What the engine says that it serves; `default` for the weights that it started with."""
+        """The version that the engine reports; `default` for the weights that it started with."""
         found: str = self.call("GET", "/weight_info")["weight_version"]
         return found

@@ -1,8 +1,8 @@
-"""The way of weights from one rank of a ParameterServer into the one engine process (a vLLM worker) that it feeds.
+"""Send weights from one rank of a ParameterServer to the engine process (a vLLM worker) that it feeds.
 
-    link = EngineLink("cpu-0", bucket_nbytes, timeout_s=60)          # then tell the engine link.socket_path
+    link = EngineLink("cpu-0", bucket_nbytes, timeout_s=60)          # then send link.socket_path to the engine
     for bucket in buckets:
-        index = ...                                                  # the halves by turns
+        index = ...                                                  # alternate between the halves
         link.await_free(index, timeout_s)
         ...                                                          # write the bucket into link.half(index)
         link.offer(index, tensors)                                   # the engine loads it; the next can be written
@@ -32,16 +32,15 @@ from . import link_messages as messages
 from .records import PackedTensor
 
 PEER_CREDENTIALS = struct.Struct("iII")
-"""Process, user and group of who connected: `struct ucred` of unix(7)."""
+"""Process, user and group of the connected peer: `struct ucred` of unix(7)."""
 
 
 class EngineLink:
-    """Used from one thread; a thread of its own talks to the engine. Serves one engine, once.
+    """A link to one engine, for one update. Used from one thread; another thread of its own talks to the engine.
 
-    Every method but `half`, `abort` and `close` raises what went wrong, as soon as it is known: ActivationError with
-    the engine's own words if it refused the weights, TransportError if it died, talks rubbish or was told to abort.
-    Halves and socket are there until `close`. The socket is a name in the kernel and no file, so that a process which
-    is killed leaves none behind.
+    Every method except `half`, `abort` and `close` raises the link's first error: ActivationError with the engine's
+    text if it refused the weights, TransportError if it died, violates the protocol or was aborted. Halves and socket
+    exist until `close`. The socket has an abstract name and no file, so that a killed process leaves none.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class EngineLink:
         kept: KeptMemory | None = None,
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`timeout_s` is for the engine to connect. On a `device` other than cpu the halves are that device's memory.
+        """`timeout_s`: for the engine to connect. On a `device` other than cpu the halves are that device's memory.
         `lent`: file descriptors of more memory that the engine may read, on cpu; the caller keeps them open.
-        `kept`: where the halves come from, on cpu, and where they go to once the engine has accepted all.
-        `on_loaded` is called, from the thread of the link, for every offer that the engine has loaded, in their order.
+        `kept`: on cpu, supplies the halves, and gets them back after the engine has accepted all weights.
+        `on_loaded`: called on the link's thread for every offer that the engine has loaded, in order.
 
-        Raises ConfigError if there is no memory for them.
+        Raises ConfigError without memory for the halves.
         """
         self.device_id = device_id
         self.bucket_nbytes = bucket_nbytes
@@ -91,15 +90,15 @@ class EngineLink:
         self._thread.start()
 
     def half(self, index: int) -> torch.Tensor:
-        """`bucket_nbytes` of uint8. Written by the caller while free; the engine reads it from `offer` on."""
+        """Half `index`: `bucket_nbytes` of uint8. The caller writes it while free; the engine reads it after
+        `offer`."""
         return self._halves[index]
 
     def offer(self, index: int, tensors: Sequence[PackedTensor], offset: int = 0) -> None:
-        """Have the engine load `tensors` from half `index`, which is free. Returns at once.
+        """Make the engine load `tensors` from half `index`, which must be free. Returns at once.
 
-        Numbers after those of the halves are of what is lent, where there may be several offers at a time. Offsets of
-        tensors count from `offset`. What is written there has to have arrived: on devices the caller synchronises its
-        streams first.
+        Indices after the halves are those of `lent` memory, of which several offers may be open. Offsets of tensors
+        count from `offset`. All writes must be complete: on devices the caller synchronises its streams first.
         """
         with self._changed:
             self._raise_error()
@@ -110,20 +109,20 @@ class EngineLink:
             self._changed.notify_all()
 
     def is_free(self, index: int) -> bool:
-        """Whether the engine has loaded what was offered in half `index`."""
+        """Whether the engine has loaded the last offer in half `index`."""
         with self._changed:
             return index not in self._offered
 
     def await_free(self, index: int, timeout_s: float) -> None:
-        """Wait until the engine has loaded what was offered in half `index`. Raises TransportTimeout, too."""
+        """Wait until the engine has loaded the last offer in half `index`. Also raises TransportTimeout."""
         self._await(lambda: index not in self._offered, timeout_s, "loaded its bucket")
 
     def await_loaded(self, timeout_s: float) -> None:
-        """Wait until the engine has loaded all that was offered. Raises TransportTimeout, too."""
+        """Wait until the engine has loaded all offers. Also raises TransportTimeout."""
         self._await(lambda: not self._offered, timeout_s, "loaded its bucket")
 
     def finish(self, timeout_s: float) -> None:
-        """Tell the engine that this was all, and wait until it has loaded and accepted it. Raises TransportTimeout."""
+        """Send the end, and wait until the engine has loaded and accepted all weights. Also raises TransportTimeout."""
         with self._changed:
             self._raise_error()
             self._to_send.append(messages.End())
@@ -131,7 +130,7 @@ class EngineLink:
         self._await(lambda: self._done, timeout_s, "accepted the weights")
 
     def abort(self, reason: str) -> None:
-        """Have the engine fail with `reason` instead of waiting for more. Does nothing once it is done or failed."""
+        """Make the engine fail with `reason`. Does nothing after the engine is done or the link has failed."""
         with self._changed:
             if self._error is not None or self._done:
                 return
@@ -143,7 +142,7 @@ class EngineLink:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let go of the memory and the socket. Idempotent. An engine that is not done fails."""
+        """Free memory and socket. Idempotent. An engine that is not done fails."""
         with self._changed:
             if self._closed:
                 return

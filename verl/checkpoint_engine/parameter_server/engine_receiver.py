@@ -1,4 +1,4 @@
-"""The engine's side of an `EngineLink`: the tensors that a ParameterServer sends, as they come."""
+"""The engine's side of an `EngineLink`: it receives tensors from a ParameterServer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .records import PackedTensor
 
 
 def receive(socket_path: str, device: torch.device | str, timeout_s: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (name, tensor) from the ParameterServer. See `IncomingWeights`, which can also say why it failed."""
+    """Every (name, tensor) from the ParameterServer. `IncomingWeights` can also report the engine's errors to it."""
     with IncomingWeights(socket_path, device, timeout_s) as weights:
         yield from weights.tensors()
 
 
 class FlattenedTensorMetadata(TypedDict):
-    """checkpoint-engine's description of one tensor in a buffer, for scripts that name it."""
+    """checkpoint-engine's description of one tensor in a buffer, for scripts that use this name."""
 
     name: str
     shape: torch.Size
@@ -44,11 +44,11 @@ def update_weights_from_ipc(
     post_hook: Callable[[], None] | None = None,
     timeout_s: float = 600.0,
 ) -> None:
-    """Load with `run` what a ParameterServer sends, bucket by bucket; then call `post_hook`. As checkpoint-engine's.
+    """Call `run` with each bucket from a ParameterServer, then `post_hook`. The interface is checkpoint-engine's.
 
-    `zmq_ctx` is not used: the link is no ZeroMQ socket. `zmq_handle` is the socket path of this engine, `device_id` the
-    index of its accelerator, where there is one. Tensors stay valid as `IncomingWeights.tensors` says. Raises what
-    `run` and `post_hook` raise, which the server reports, TransportError, TransportTimeout.
+    `zmq_ctx` is ignored: the link is no ZeroMQ socket. `zmq_handle`: the socket path of this engine. `device_id`: the
+    index of its accelerator, if any. Tensors are valid as in `IncomingWeights.tensors`. Raises errors of `run` and
+    `post_hook`, which the server reports, TransportError, TransportTimeout.
     """
     accelerator = torch.accelerator.current_accelerator()
     device = torch.device(accelerator.type, device_id) if accelerator is not None else torch.device("cpu")
@@ -63,12 +63,12 @@ def update_weights_from_ipc(
 class IncomingWeights:
     """A connection to a ParameterServer. Use as a context manager, in the process that computes with the weights.
 
-    A clean end of the block after the last tensor tells the server that the engine accepts the weights; an exception,
-    or an end before, that it does not, and why.
+    If the block ends after the last tensor, the server learns that the engine has accepted the weights. If it ends
+    earlier, or with an exception, the server gets the reason.
     """
 
     def __init__(self, socket_path: str, device: torch.device | str, timeout_s: float) -> None:
-        """`device` is this process's own. `timeout_s` is for every single wait for the server."""
+        """`device`: that of this process. `timeout_s`: for each wait for the server."""
         self._socket_path = socket_path
         self._device = torch.device(device)
         self._timeout_s = timeout_s
@@ -78,7 +78,7 @@ class IncomingWeights:
         self._complete = False
 
     def __enter__(self) -> Self:
-        """Raises TransportError if nobody listens there, TransportTimeout."""
+        """Connect. Raises TransportError if no server listens at the path, TransportTimeout."""
         self._connection.settimeout(self._timeout_s)
         try:
             self._connection.connect(messages.address(self._socket_path))
@@ -101,7 +101,7 @@ class IncomingWeights:
             yield from self._load(offer)
 
     def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """As `tensors`, those of a bucket together. The next one is asked for when the list is done with."""
+        """As `tensors`, in lists of one bucket each. A request for the next one frees the last for the server."""
         for offer in self._offers():
             lent = self._load(offer)
             yield [next(lent) for _ in offer.tensors]

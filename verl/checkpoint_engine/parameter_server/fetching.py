@@ -1,4 +1,4 @@
-"""How a rank gets the buckets that it is to broadcast: out of its own host memory, or from a peer's."""
+"""Fetch the buckets that a rank broadcasts, from its own host memory or a peer's."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ MAX_LENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where bytes come from, for one rank and one update."""
+    """The sources of a rank's buckets in one update: its own buffers, and peers."""
 
     device: Device
     metas: Mapping[int, RankMetas]
     own: Sequence[HostBuffer]
-    """Registered here."""
+    """The buffers that this rank has registered."""
     own_incarnation: int
-    """Of the owner in `metas` that is this rank itself (ranks of another job may have the same number); 0: none."""
+    """The incarnation that marks this rank in `metas` (ranks of other jobs may have the same number); 0: none."""
     reader: PeerReader
     deadline: Deadline
     stop: threading.Event
-    """Ends reads."""
+    """Ends reads when it is set."""
 
     def is_own(self, owner: int) -> bool:
         return self.own_incarnation != 0 and self.metas[owner].incarnation == self.own_incarnation
 
     @property
     def lent(self) -> list[int]:
-        """File descriptors of own buffers, from the first one on, out of which the engine can load; none on devices."""
+        """File descriptors of the first MAX_LENT own buffers, from which the engine can load; none on devices."""
         return [buffer.shared.fd for buffer in self.own[:MAX_LENT] if buffer.shared is not None]
 
     def is_lent(self, bucket: Bucket) -> bool:
-        """Whether `bucket` need not be fetched: it is broadcast, and loaded, from where it lies."""
+        """Whether `bucket` is in lent memory: it is broadcast and loaded from there, without a fetch."""
         return self.is_own(bucket.owner) and bucket.buffer < len(self.lent)
 
     def own_memory(self, bucket: Bucket) -> torch.Tensor:
-        """Where `bucket` lies, which is this rank's own."""
+        """The memory of `bucket`, which this rank owns."""
         return self.own[bucket.buffer].memory[bucket.offset : bucket.offset + bucket.nbytes]
 
     def fill(self, memory: torch.Tensor, bucket: Bucket, landing: torch.Tensor | None) -> None:
-        """Have the bytes of `bucket` in `memory`, on the device; those of peers by way of `landing`, if there is one.
+        """Copy `bucket` into `memory` on the device; a peer's bytes first into `landing` (host), if there is one.
 
         Raises TransportError.
         """
@@ -79,7 +79,7 @@ class Sources:
         self.device.synchronize()
 
     def check_stamp(self, owner: int, memory: torch.Tensor) -> None:
-        """Raises TransportError if `owner` no longer holds what its metas say. Its stamp is read into `memory`."""
+        """Read the stamp of `owner` into `memory`. Raises TransportError if it differs from that in the metas."""
         meta = self.metas[owner]
         self._read(owner, meta.stamp, memory)
         _, _, version = memory.view(torch.int64)[:3].tolist()
@@ -96,10 +96,10 @@ class Sources:
 
 
 class LinkBuffers:
-    """The halves of a link, for whoever fills the next one, in the order in which the engine lets go of them.
+    """The halves of a link, in the order in which the engine frees them, for two threads.
 
-    One thread broadcasts, and offers them to the engine; another may fetch into one at a time, and has precedence:
-    bytes that are on their way are of no use before those that nobody has fetched.
+    One thread broadcasts and offers halves to the engine; another fetches into one half at a time. The fetching thread
+    has precedence, because a broadcast cannot overtake a bucket that has not been fetched.
     """
 
     def __init__(self, link: EngineLink, count: int, deadline: Deadline, failure: FirstFailure) -> None:
@@ -112,14 +112,14 @@ class LinkBuffers:
         self._all = [link.half(index) for index in range(count)]
 
     def try_take(self) -> int | None:
-        """One that is free and not reserved, if there is one."""
+        """The index of a half that is free and not reserved, or None."""
         with self._changed:
             if len(self._next) > self._reserved and self._link.is_free(self._next[self._reserved]):
                 return self._pop(self._reserved)
             return None
 
     def take(self) -> int:
-        """One that is free. Waits for the engine; who broadcasts has offered it all before. Raises what went wrong."""
+        """Wait for a free half; its index. The broadcasting thread has offered all others. Raises the first failure."""
         with self._changed:
             self._await(lambda: len(self._next) > self._reserved)
             half = self._pop(self._reserved)
@@ -127,12 +127,12 @@ class LinkBuffers:
         return half
 
     def reserve(self) -> None:
-        """The next one is for `take_reserved`."""
+        """Reserve the next free half for `take_reserved`."""
         with self._changed:
             self._reserved += 1
 
     def take_reserved(self) -> int:
-        """One that is free. Waits for the engine, and until one has been offered. Raises what went wrong."""
+        """Wait until a half has been offered and the engine has freed it; its index. Raises the first failure."""
         with self._changed:
             self._await(lambda: bool(self._next))
             half = self._pop(0)
@@ -155,7 +155,7 @@ class LinkBuffers:
         return self._all[half][:nbytes]
 
     def offered(self, half: int) -> None:
-        """The engine has it now."""
+        """Record that `half` has been offered to the engine."""
         with self._changed:
             self._next.append(half)
             self._changed.notify_all()
@@ -165,7 +165,7 @@ class LinkBuffers:
 
 
 class Fetcher:
-    """Fetches this rank's buckets in order, each into a half: with more than two halves one ahead, on its own thread.
+    """Fetches this rank's buckets in order, each into a half. With `ahead` a thread fetches one in advance.
 
     Use as a context manager.
     """
@@ -180,28 +180,28 @@ class Fetcher:
         events: Events,
         failure: FirstFailure,
     ) -> None:
-        """`buckets`: those that this rank fetches, with their numbers.
+        """`buckets`: (number, bucket) of each that this rank fetches.
 
         `ahead`: fetch the next one while others are broadcast.
         """
         self._sources = sources
         self._halves = halves
         self._buckets = deque(buckets)
-        """Those that have not been begun ahead."""
+        """The buckets whose advance fetch has not begun."""
         self._ahead = ahead
         self._events = events
         self._failure = failure
         self._peers = sorted({bucket.owner for _, bucket in buckets if not sources.is_own(bucket.owner)})
         self._stamp = torch.zeros(Stamp.NBYTES, dtype=torch.uint8)
         self._landing: torch.Tensor | None = None
-        """On devices, where reads from peers arrive."""
+        """On devices, the host memory for reads from peers."""
         if self._peers and sources.device.kind != "cpu":
             self._landing = pinned_memory(len(halves.whole()[0]))
         self._targets = ExitStack()
-        """Where reads from peers may land."""
+        """The registered targets of reads from peers."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parameter-server-fetch")
         self._next: Future[int | None] | None = None
-        """The half in which the bucket will be that is fetched ahead."""
+        """The half of the bucket that is being fetched ahead."""
 
     def __enter__(self) -> Self:
         if self._peers:
@@ -213,7 +213,7 @@ class Fetcher:
         return self
 
     def start(self) -> None:
-        """Raises TransportError if an owner no longer holds what it should."""
+        """Check the owners' stamps and begin to fetch. Raises TransportError if an owner no longer holds its memory."""
         self.check_stamps()  # before there is a thread that reads, too
         if self._ahead:
             self._begin_next()
@@ -226,11 +226,11 @@ class Fetcher:
         self._targets.close()
 
     def try_take(self) -> int | None:
-        """The half in which the next of this rank's buckets is, if it is there."""
+        """The half with this rank's next bucket, if it has been fetched, or None."""
         return self._hand_over(self._next) if self._next is not None and self._next.done() else None
 
     def take(self, number: int, bucket: Bucket) -> int:
-        """The half in which the next of this rank's buckets is, this one. Raises what went wrong, TransportTimeout."""
+        """Wait for `bucket`, this rank's next; its half. Raises the first failure, TransportTimeout."""
         if self._next is None:
             return self._fetch(number, bucket, self._halves.take())
         # The thread waits for engine and owner, which it names, until the same deadline: it has the last word.
@@ -255,7 +255,7 @@ class Fetcher:
         return half
 
     def check_stamps(self) -> None:
-        """Raises TransportError if an owner that is read has let go of the checkpoint. Not while a bucket is read."""
+        """Raises TransportError if a peer has unregistered the checkpoint. Not to be called during a fetch."""
         for owner in self._peers:
             self._sources.check_stamp(owner, self._stamp)
 

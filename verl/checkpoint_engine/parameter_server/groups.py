@@ -1,4 +1,4 @@
-"""A ParameterServer's own process groups: gloo, nccl or hccl over a store of its own, nothing global of torch."""
+"""A ParameterServer's process groups: gloo, nccl or hccl over its own store, without torch's global state."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from ..support import envs
 from ..support.admission import Doorkeeper
 
 MESSAGE_NBYTES = 16 * 2**20
-"""Of one gloo broadcast: two at a time are faster than a whole bucket at once."""
+"""Bytes of one gloo broadcast: two at a time are faster than a whole bucket at once."""
 IN_FLIGHT = 2
 LATER_S = 1.0
-"""By so much the library's own timeouts come after ours, which say who was waited for."""
+"""The library's timeouts are longer than ours by this much, because ours name the late ranks."""
 MESSAGE_POLL_S = 0.0002
-"""A message takes 4 ms at least."""
+"""The pause between polls of a message, which takes at least 4 ms."""
 LOOK_S = 0.02
-"""Between two looks for what else went wrong, where waiting costs next to nothing."""
+"""The pause between checks for other failures during a wait."""
 
 
 def communicator_for(kind: str) -> GroupMaker:
-    """What makes process groups for devices of `kind`. Raises BackendUnavailable."""
+    """The maker of process groups for devices of `kind`. Raises BackendUnavailable."""
     if kind == "cuda":
         return Nccl(NcclOptions())
     return Hccl(HcclOptions()) if kind == "npu" else Gloo(GlooOptions())
 
 
 def meeting_place(master: str | None) -> tuple[str, int]:
-    """Host and port at `master`, `host:port`, or where `MASTER_ADDR` and `MASTER_PORT` say. Raises ConfigError."""
+    """Host and port of `master` (`host:port`), or of `MASTER_ADDR` and `MASTER_PORT`. Raises ConfigError."""
     place = master or envs.master_address()
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
@@ -94,7 +94,7 @@ def _bound(host: str, port: int) -> socket.socket | None:
 
 
 def is_inside(host: str) -> bool:
-    """Whether everybody who comes there is on the same host."""
+    """Whether `host` is a loopback address, so that all ranks are on one host."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
@@ -112,7 +112,7 @@ class Group:
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, session: str, stream: Callable[[], Any]) -> None:
         self.ranks = list(ranks)
         self.session = session
-        """In which it was made."""
+        """The session in which it was made."""
         self._group = group
         self._rank = rank
         self._stream = stream
@@ -131,7 +131,7 @@ class Group:
         deadline: Deadline,
         check: Callable[[], None],
     ) -> Group:
-        """All `ranks` call it, with the same new `session`. `check` raises when it is to be given up."""
+        """Make the group; all `ranks` call it with the same new `session`. `check` raises an error to give it up."""
         # A connection of its own: torch keeps a store's connection locked while it waits.
         own = PrefixStore(f"{session}/group", store.clone())  # type: ignore[attr-defined]
         stream = getattr(communicator, "stream", nullcontext)
@@ -160,20 +160,20 @@ class Group:
         return made
 
     def greet(self, device: torch.device, deadline: Deadline, check: Callable[[], None]) -> None:
-        """Have every connection made that broadcasts need. Who leaves before it is connected leaves others waiting."""
+        """Make every connection that broadcasts need, because a rank that leaves unconnected keeps others waiting."""
         for root in self.ranks:
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), root, deadline, check)
         self.land(deadline, check)
 
     def stream(self) -> AbstractContextManager[None]:
-        """On devices: the stream on which broadcasts are ordered after what is copied there. Else nothing."""
+        """On devices, a block on the broadcasts' stream: they run after copies on it. Else it does nothing."""
         context: AbstractContextManager[None] = self._stream()
         return context
 
     def all_gather(
         self, data: bytes, device: torch.device, deadline: Deadline, check: Callable[[], None]
     ) -> list[bytes]:
-        """The `data`, not empty, with which each rank calls it, in the order of `ranks`."""
+        """Gather `data`, which is not empty, of every rank, in the order of `ranks`. Collective."""
         parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in self.ranks]
         with self.stream():
             own = torch.tensor([len(data)], device=device)
@@ -195,10 +195,10 @@ class Group:
         check: Callable[[], None],
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send `memory` (uint8, on the device) from rank `root` to all, or receive it, behind what is in flight.
+        """Begin to broadcast `memory` (uint8, on the device) from rank `root`, after the broadcasts in flight.
 
-        Returns when the last of it is in flight. A later call, of this or of `land`, calls `done` when all of it is
-        where it should be; until then `memory` stays as it is.
+        Returns when its last message is in flight. A later call of `broadcast` or `land` calls `done` after all of it
+        has arrived; until then the caller must not change `memory`.
         """
         what = f"the broadcast of rank {root}"
         place, timeout = self.ranks.index(root), _timeout(deadline)
@@ -215,15 +215,15 @@ class Group:
                 self._flying.append(_Message(work, what, done if start + step >= len(memory) else None))
 
     def land(self, deadline: Deadline, check: Callable[[], None]) -> None:
-        """Wait for all that is in flight."""
+        """Wait for all broadcasts in flight."""
         with self.stream():
             while self._flying:
                 self._land_first(deadline, check)
 
     def close(self) -> None:
-        """Leave the group. What is still in flight keeps its memory until it ends: at the deadline, if not before.
+        """Leave the group. Broadcasts in flight keep their memory until they end, at the latest at the deadline.
 
-        Connections that a peer has left half made gloo awaits five times as long. Only greetings wait for those.
+        gloo waits five times as long for connections that a peer has left half made. Only `greet` makes connections.
         """
         group, self._group = self._group, None
         if group is None:

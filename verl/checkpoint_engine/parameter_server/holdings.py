@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """One checkpoint, or what this rank has of it."""
+    """This rank's part of one checkpoint."""
 
     buffers: tuple[HostBuffer, ...] = ()
     stamp: Stamp | None = None
-    """What says that they are registered."""
+    """The stamp that shows peers that the buffers are registered."""
     incarnation: int = 0
-    """The version that it shows."""
+    """The stamp's version; 0: not registered."""
 
 
 NOTHING = Holding()
@@ -38,20 +38,20 @@ class Holdings:
     def __init__(
         self, *, rank: int, world_size: int, device_id: str, rdma_device: str, new_wire: Callable[[], Wire]
     ) -> None:
-        """`rdma_device`: empty with TCP. `new_wire`: to serve with; it may raise BackendUnavailable."""
+        """`rdma_device`: empty with TCP. `new_wire` opens the wire for peers; it may raise BackendUnavailable."""
         self._rank, self._world_size = rank, world_size
         self._device_id = device_id
         self._rdma_device = rdma_device
         self._new_wire = new_wire
         self._held: dict[str, Holding] = {}
         self._spare: tuple[HostBuffer, ...] = ()
-        """Memory of a checkpoint that is unregistered, for the next one of the same layout."""
+        """Memory of an unregistered checkpoint, for the next one of the same layout."""
         self._stamps: list[Stamp] = []
-        """Those of checkpoints that are gone, too: who still looks for one reads that."""
+        """All stamps, also of unregistered checkpoints: peers may still read them."""
         self._wire: Wire | None = None
 
     def register(self, name: str, files: Sequence[Path], named_tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """Raises ConfigError for files that are unsound, too little memory, or a name that is taken."""
+        """Load and register checkpoint `name`. Raises ConfigError for bad files, too little memory, or a used name."""
         if name in self._held:
             raise ConfigError(f"checkpoint {name!r} is registered already: unregister it first")
         buffers = tuple(
@@ -72,9 +72,9 @@ class Holdings:
         self._held[name] = Holding(buffers=buffers, stamp=stamp, incarnation=incarnation)
 
     def unregister(self, name: str, *, keep_memory: bool) -> None:
-        """`keep_memory`: for the next checkpoint of the same layout.
+        """Unregister checkpoint `name`. `keep_memory`: keep its memory for the next one of the same layout.
 
-        Raises ConfigError for a name that is not registered.
+        Raises ConfigError if `name` is not registered.
         """
         holding = self._held.pop(name, None)
         if holding is None:
@@ -88,11 +88,11 @@ class Holdings:
         self._spare = holding.buffers if keep_memory else ()
 
     def __getitem__(self, name: str) -> Holding:
-        """`NOTHING` for a name that is not registered."""
+        """The holding of `name`; `NOTHING` if it is not registered."""
         return self._held.get(name, NOTHING)
 
     def metas(self, name: str) -> RankMetas:
-        """What peers have to know to read checkpoint `name` from here."""
+        """The record that peers need to read checkpoint `name` from this rank."""
         holding = self[name]
         return RankMetas(
             rank=self._rank,
@@ -129,7 +129,7 @@ class Holdings:
         return stamp
 
     def close(self) -> None:
-        """Let go of all of it. Idempotent."""
+        """Free all checkpoints and close the wire. Idempotent."""
         self._held.clear()
         self._spare = ()
         self._stamps.clear()

@@ -1,4 +1,4 @@
-"""A server of an inference engine: what is asked of it over HTTP, in JSON. No torch."""
+"""Requests to the HTTP server of an inference engine, in JSON. No torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 from ..errors import ActivationError, ConfigError, TransportError, TransportTimeout
 
 TEST_TIMEOUT_S = 10.0
-"""For a first answer of a server that has nothing to do but to answer."""
+"""The timeout of requests that cause no work."""
 MOST_NBYTES = 2**24
-"""Of an answer: these are a few words or numbers."""
+"""The most bytes of an answer, which has a few words or numbers."""
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
-"""What OpenSSL says of an answer that is no TLS."""
+"""OpenSSL's errors for an answer without TLS."""
 _OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 
 
 class Refused(ActivationError):
-    """The server answered with an error. `status` is HTTP's."""
+    """The server answered with an error. `status`: the HTTP status."""
 
     def __init__(self, message: str, *, status: int, member: str) -> None:
         super().__init__(message, member=member)
@@ -34,18 +34,18 @@ class Refused(ActivationError):
 
 
 class HttpServer:
-    """Every method blocks; raises TransportError, or TransportTimeout, if it cannot be reached."""
+    """One server. Every method blocks, and raises TransportError if the server cannot be reached."""
 
     def __init__(self, url: str, *, timeout_s: float, uds: str | None = None) -> None:
-        """`timeout_s` is for each request that does something. `uds`: a unix socket to connect to instead of the host
-        of `url`. Raises ConfigError unless `url` is http(s)://..."""
+        """`timeout_s`: the default for a request. `uds`: a unix socket to connect to instead of the host of `url`.
+        Raises ConfigError unless `url` is http(s)://..."""
         require_url(url)
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._uds = uds
 
     def is_healthy(self, timeout_s: float = TEST_TIMEOUT_S) -> bool:
-        """Whether it is there, and says that it can be asked."""
+        """Whether the server answers `/health` without an error within `timeout_s`."""
         try:
             self.call("GET", "/health", timeout_s=timeout_s, is_json=False)
         except (Refused, TransportError):
@@ -55,9 +55,9 @@ class HttpServer:
     def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None, is_json: bool = True
     ) -> Any:
-        """What it answers, out of JSON. Raises Refused, TransportError, TransportTimeout.
+        """Send a request; return the decoded answer. Raises Refused, TransportError, TransportTimeout.
 
-        An engine is in one's own cluster: no proxy that the environment names is asked, and no redirect followed.
+        An engine is in the user's own cluster, so it uses no proxy of the environment and follows no redirect.
         """
         timeout_s = timeout_s or self.timeout_s
         too_late = TransportTimeout(f"no answer to {path} within {timeout_s} s", member=self.url)
@@ -146,18 +146,18 @@ def _why_not_connected(exc: OSError) -> str:
 def request_inference_to_update(
     url: str, socket_paths: Mapping[str, str], timeout: float = 300.0, uds: str | None = None
 ) -> None:
-    """Have vLLM's workers load from a ParameterServer, under checkpoint-engine's name: `req_func` calls it.
+    """Make vLLM's workers load from a ParameterServer; `req_func` calls it. The name is checkpoint-engine's.
 
-    `url`: the server's `/collective_rpc`, which vLLM has where `VLLM_SERVER_DEV_MODE=1`; its workers need
-    `VllmColocateWorkerExtension`. `socket_paths`: what `req_func` got, by device id. `timeout`: seconds. `uds`: the
-    server's unix socket. Raises Refused with what a worker raised, TransportError, TransportTimeout, ConfigError.
+    `url`: the server's `/collective_rpc`, which vLLM has with `VLLM_SERVER_DEV_MODE=1`; its workers need
+    `VllmColocateWorkerExtension`. `socket_paths`: device id to path, from `req_func`. `timeout`: seconds. `uds`: the
+    server's unix socket. Raises Refused with a worker's error, TransportError, TransportTimeout, ConfigError.
     """
     body = {"method": "update_weights_from_ipc", "args": [dict(socket_paths)], "timeout": timeout}
     HttpServer(url, timeout_s=timeout, uds=uds).call("POST", "", body)
 
 
 def require_url(endpoint: str) -> None:
-    """Raises ConfigError unless `endpoint` is http(s)://host, with a port or without."""
+    """Raises ConfigError unless `endpoint` is http(s)://host, with or without a port."""
     try:
         parts = urllib.parse.urlsplit(endpoint)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,15 +1,15 @@
-"""What a ParameterServer and an inference engine say to each other on their unix socket, and how it is framed.
+"""The protocol of a ParameterServer and an inference engine on their unix socket: messages and frames.
 
     engine                               server
       Hello                     ->
-                                <-       Memory       how to reach what is offered (file descriptors follow, on CPU)
-                                <-       Offer        these tensors are there
-      Loaded                    ->                    they may be overwritten
+                                <-       Memory       the memory of offers (file descriptors follow, on CPU)
+                                <-       Offer        tensors to load
+      Loaded                    ->                    the server may overwrite them
       ...                                ...
                                 <-       End          there are no more tensors
       Done                      ->                    the engine has accepted all of them
 
-Strictly in turns, but `Failed` may come in place of any message of the engine, and `Abort` at any time.
+Both alternate strictly. But the engine may send `Failed` instead of any message, and the server `Abort` at any time.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 class Memory(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kind: str
-    """`shared`: file descriptors follow. Else the device type whose IPC handles these are."""
+    """`shared`: file descriptors follow. Otherwise the device type of the IPC `handles`."""
     num_files: int
     handles: tuple[tuple[int | bytes | bool, ...], ...]
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     memory: int
-    """Which of the files or handles."""
+    """The index of the file or handle."""
     offset: int
-    """In it; those of the tensors count from there."""
+    """The offset in it, from which the tensors' offsets count."""
     tensors: tuple[PackedTensor, ...]
 
 
@@ -74,18 +74,18 @@ T = TypeVar("T")
 
 
 def address(socket_path: str) -> str:
-    """For `bind` and `connect`. A leading @ stands for the zero byte of an abstract name (unix(7)), as `ss` has it."""
+    """The address for `bind` and `connect`: a leading @ becomes the zero byte of an abstract name (unix(7))."""
     return f"\0{socket_path[1:]}" if socket_path.startswith("@") else socket_path
 
 
 def send(connection: socket.socket, message: FromServer | FromEngine) -> None:
-    """Raises OSError."""
+    """Send one framed message. Raises OSError."""
     body = msgspec.msgpack.encode(message)
     connection.sendall(len(body).to_bytes(HEADER_NBYTES, "little") + body)
 
 
 def receive_message(connection: socket.socket, kind: type[T]) -> T:
-    """The next message, which must be of `kind`. Raises OSError; TransportError if the peer is gone or another."""
+    """Receive a message of `kind`. Raises OSError; TransportError if the peer is gone or sends another message."""
     nbytes = int.from_bytes(_exactly(connection, HEADER_NBYTES), "little")
     if nbytes > MAX_FRAME_NBYTES:
         raise TransportError(f"a message of {nbytes} bytes was announced; is this a socket of another program?")

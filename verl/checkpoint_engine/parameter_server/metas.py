@@ -1,6 +1,6 @@
-"""The file that tells another job where a checkpoint lies in host memory. Never pickle.
+"""The file with which another job finds a checkpoint in host memory. It has no pickles.
 
-A line of text, `verl-sync parameter server metas, format 1, 5678 bytes`, then so many bytes of msgpack.
+It is a line of text, `verl-sync parameter server metas, format 1, 5678 bytes`, then as many bytes of msgpack.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Content(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_metas(path: str | Path, name: str, metas: Mapping[int, RankMetas]) -> None:
-    """Write what the ranks hold of checkpoint `name`. Replaces the file in one step. Raises ConfigError."""
+    """Write the ranks' records of checkpoint `name`; replaces the file atomically. Raises ConfigError."""
     content = msgspec.msgpack.encode(_Content(name=name, metas=tuple(metas.values())))
     fresh = Path(f"{path}.{os.getpid()}.new")
     try:
@@ -41,9 +41,9 @@ def save_metas(path: str | Path, name: str, metas: Mapping[int, RankMetas]) -> N
 
 
 def load_metas(path: str | Path) -> tuple[str, dict[int, RankMetas]]:
-    """The checkpoint's name, and by rank what `save_metas` was given.
+    """Read a file of `save_metas`: the checkpoint's name, and the records by rank.
 
-    Raises ConfigError that says what is wrong: unreadable, another kind of file, truncated, of a newer format.
+    Raises ConfigError with the cause: unreadable, another kind of file, truncated, of a newer format.
     """
     try:
         data = read_regular(Path(path))

@@ -1,8 +1,8 @@
-"""Reads from the host memory of peers, over Mooncake's wire.
+"""Read the host memory of peers over Mooncake's wire.
 
-A rank has two wires. The one with which it serves keeps its address for as long as the server lives. The one with which
-it reads is thrown away when a read fails: with it ends whatever is still in flight, so that no late byte lands in
-memory that is in use again, and those who read from here notice nothing.
+A rank has two wires. The serving one keeps its address for the life of the server. The reading one is closed when a
+read fails. That ends all reads in flight, so that no late byte arrives in memory that is in use again; peers that read
+from this rank are not affected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from .groups import is_inside
 from .records import RankMetas
 
 MAX_READ_NBYTES = 16 * 2**20
-"""Of one transfer. Several are in flight even where a bucket has 64 MiB."""
+"""The most bytes of one transfer: several are in flight even for a bucket of 64 MiB."""
 MAX_IN_FLIGHT = 16
 
 
 def open_wire(protocol: str, rdma_device: str, *, serves: bool) -> Wire:
-    """`rdma_device`: empty with TCP. Raises BackendUnavailable without Mooncake, TransportError if it does not start.
+    """Open a Mooncake wire. Raises BackendUnavailable without Mooncake, TransportError if it does not start.
 
-    Hosts of ranks that join later are not known; on this one, nobody but the same user reads.
+    `rdma_device`: empty with TCP. A serving wire admits all hosts, because ranks may join later, but on this host only
+    the same user.
     """
     try:
         from ..backends.mooncake import MooncakeWire
@@ -46,18 +47,18 @@ def open_wire(protocol: str, rdma_device: str, *, serves: bool) -> Wire:
 
 
 class PeerReader:
-    """Used from one thread at a time."""
+    """Reads from peers. Used from one thread at a time."""
 
     def __init__(self, new_wire: Callable[[], Wire]) -> None:
         self._new_wire = new_wire
         self._wire: Wire | None = None
-        """From the first read to one that fails: starting one takes as long as reading a bucket."""
+        """Kept until a read fails, because starting one takes as long as reading a bucket."""
         self._peers: dict[str, int] = {}
-        """Addresses that the wire knows, and their numbers there."""
+        """Addresses that the wire is connected to, and their indices there."""
 
     @contextmanager
     def into(self, targets: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, reads may land in `targets` (host, uint8). Raises TransportError, BackendUnavailable."""
+        """In this block, reads may write into `targets` (host, uint8). Raises TransportError, BackendUnavailable."""
         wire = self._wire = self._wire or self._new_wire()
         registered = []
         try:
@@ -71,10 +72,10 @@ class PeerReader:
                     wire.deregister(memory)
 
     def read(self, owner: RankMetas, source: int, target: torch.Tensor, timeout_s: float, stop: Stop) -> None:
-        """Copy what is at address `source` in the process of `owner` to `target`, all of it. Inside `into`.
+        """Fill `target` from address `source` in the process of `owner`. Called inside `into`.
 
-        `stop`, set from another thread, ends the wait. Raises TransportError naming the owner's address if a read
-        fails, TransportTimeout after `timeout_s`; nothing is written any more then.
+        Another thread sets `stop` to end the wait. Raises TransportError naming the owner's address if a read fails,
+        TransportTimeout after `timeout_s`; no read writes to `target` then.
         """
         assert self._wire is not None
         place, memory, nothing = owner.p2p_address, target.numpy(), np.zeros(0, np.uint8)
@@ -109,7 +110,7 @@ class PeerReader:
             raise
 
     def close(self) -> None:
-        """End what is in flight. Idempotent; the next `into` begins anew."""
+        """End all reads in flight. Idempotent; the next `into` opens a new wire."""
         wire, self._wire = self._wire, None
         self._peers.clear()
         if wire is not None:

@@ -1,4 +1,4 @@
-"""What one rank of an update did when, and what went wrong first."""
+"""The events of one rank in an update, and its first failure."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from ..errors import CheckpointEngineError, as_ours
 @dataclass(frozen=True, slots=True)
 class Event:
     time_s: float
-    """Of the host's monotonic clock: comparable between its processes."""
+    """By the host's monotonic clock, which its processes share."""
     rank: int
     kind: str
     """`fetch`, `broadcast` or `load`, with `-start` or `-end`."""
     bucket: int
-    """Its place in the order in which all ranks take them."""
+    """The bucket's index in the order of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What one rank did in one update."""
+    """The report of one rank on one update."""
 
     name: str
     mode: str
     """`broadcast` or `p2p`."""
     ranks: tuple[int, ...]
-    """Those that took part."""
+    """The participating ranks."""
     nbytes: int
-    """Of the checkpoint."""
+    """Bytes of the checkpoint."""
     buckets: int
     bucket_nbytes: int
     staged: bool
-    """False: too little memory to fetch a bucket while another one is broadcast."""
+    """Whether memory sufficed to fetch a bucket while another was broadcast."""
     seconds: float
     events: tuple[Event, ...]
-    """Of this rank. It fetches some of the buckets, or none."""
+    """The events of this rank, which fetches some of the buckets, or none."""
 
     @property
     def gbytes_per_s(self) -> float:
@@ -46,7 +46,7 @@ class UpdateReport:
 
 
 class Events:
-    """Recorded from several threads."""
+    """The events of one rank, recorded from several threads."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -60,12 +60,12 @@ class Events:
 
 
 class FirstFailure:
-    """The first of the failures that a rank's threads run into, or hear of, ends everything that the rank does."""
+    """The first failure of a rank's threads, or reported by another rank. It ends all work of the rank."""
 
     def __init__(self) -> None:
         self.error: CheckpointEngineError | None = None
         self.stop = threading.Event()
-        """Ends reads: when it is set, nothing that is read is of use any more."""
+        """Set with the failure, to end reads."""
         self._actions: list[Callable[[str], None]] = []
         self._over = False
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class FirstFailure:
             action(str(self.error))
 
     def then(self, action: Callable[[str], None]) -> None:
-        """Call `action` with the error's text when there is one, from the thread that has it."""
+        """Call `action` with the error's text on the thread that sets the failure, or at once if it is set."""
         with self._lock:
             self._actions.append(action)
             error = self.error
@@ -89,9 +89,9 @@ class FirstFailure:
             action(str(error))
 
     def forget(self) -> None:
-        """Let go of the error and of what was to be done about it, when all is over.
+        """Drop the error and the actions, at the end of an update.
 
-        A thread that fails later is not heard: its error would keep its frames, and they the memory of this update.
+        Later failures are ignored: their frames would keep the memory of this update.
         """
         with self._lock:
             self._over = True

@@ -1,4 +1,4 @@
-"""The device that one rank of a ParameterServer feeds: its name, and how much memory of it buckets may take."""
+"""The device that one rank of a ParameterServer feeds: its id, and its memory for buckets."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .devices import device_id
 
 CPU_BUCKET_NBYTES = 2**28
 DEVICE_BUCKET_NBYTES = 2**33
-"""Most in one bucket unless PS_MAX_BUCKET_SIZE_GB says otherwise. Host memory gains nothing from larger ones."""
+"""The most bytes of a bucket on devices, CPU_BUCKET_NBYTES on CPU, unless PS_MAX_BUCKET_SIZE_GB is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     torch_device: torch.device
     id: str
-    """Under which an engine on this host knows it, too; on CPU `cpu-<rank>`."""
+    """The id that engines on this host use, too; on CPU `cpu-<rank>`."""
     count: int
-    """Ranks per host."""
+    """Number of ranks per host."""
     local_rank: int
 
     @classmethod
     def of(cls, rank: int, world_size: int, gpu_count: int | None) -> Device:
-        """The device of `rank`. Raises ConfigError unless `gpu_count` is between 1 and what this host has."""
+        """The device of `rank`. Raises ConfigError unless `gpu_count` is from 1 to this host's number of devices."""
         kind = resolve_device()
         module: Any = None if kind == "cpu" else torch.get_device_module(kind)
         # A CPU has no devices to count: any rank may drive it.
@@ -46,7 +46,7 @@ class Device:
         return self.torch_device.type
 
     def free_nbytes(self) -> int:
-        """Memory for buckets. On CPU the ranks of a host share what it has."""
+        """Free bytes for buckets. On CPU the ranks of a host share its free memory."""
         if self.kind == "cpu":
             return free_host_nbytes() // self.count
         module: Any = torch.get_device_module(self.kind)
@@ -55,7 +55,7 @@ class Device:
         return free
 
     def max_bucket_nbytes(self, largest: int) -> int:
-        """As configured; else a default, which gives way to a tensor of `largest` bytes. Raises ConfigError."""
+        """The configured limit, or the default, which is at least `largest` bytes. Raises ConfigError."""
         try:
             gib = envs.ps_max_bucket_size_gb()
         except ValueError as exc:
@@ -67,11 +67,11 @@ class Device:
         return int(gib * 2**30)
 
     def make_current(self) -> None:
-        """For the calling thread: torch starts every one with the first device."""
+        """Make it current for the calling thread: torch starts every thread with the first device."""
         if self.kind != "cpu":
             torch.get_device_module(self.kind).set_device(self.torch_device)
 
     def synchronize(self) -> None:
-        """Wait until what the calling thread has copied to or from the device is there."""
+        """Wait for the calling thread's copies to and from the device."""
         if self.kind != "cpu":
             torch.get_device_module(self.kind).current_stream(self.torch_device).synchronize()

@@ -1,4 +1,4 @@
-"""What ranks of a ParameterServer tell each other about their memory. Plain data, no torch."""
+"""The records by which ranks of a ParameterServer describe their memory to each other. No torch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class BufferMeta(msgspec.Struct, frozen=True, kw_only=True):
     """One host buffer of a rank, which peers may read."""
 
     address: int
-    """Where it begins in the rank's process."""
+    """Its address in the rank's process."""
     nbytes: int
     tensors: tuple[PackedTensor, ...]
 
 
 class RankMetas(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds of one checkpoint, and how to reach it."""
+    """One rank's part of one checkpoint, and the address to read it from."""
 
     rank: int
     host: str
     device_id: str
-    """Of the accelerator that the rank drives, as engines on its host know it; on CPU `cpu-<rank>`."""
+    """The id of the rank's accelerator, by which engines on its host know it; on CPU `cpu-<rank>`."""
     rdma_device: str
-    """RDMA device through which the rank's memory is read; with TCP the name of the device id, one NIC each."""
+    """The RDMA device through which peers read the rank's memory; with TCP the device id, as if each had a NIC."""
     p2p_address: str
     """`host:port` of the rank's P2P store; empty if it has none."""
     buffers: tuple[BufferMeta, ...]
     stamp: int = 0
-    """Where in the rank's process the checkpoint has its `Stamp`; 0 if the rank holds nothing of it."""
+    """The address of the checkpoint's `Stamp` in the rank's process; 0 if the rank holds no part."""
     incarnation: int = 0
-    """The version that it shows as long as the checkpoint is registered: a number that no other registration has."""
+    """The stamp's version while the checkpoint is registered: unique for each registration."""

@@ -1,9 +1,9 @@
-"""What is done for servers that a writer has paused, when its process ends before they serve again, however it ends.
+"""Rescue servers that a writer has paused, if its process ends before they serve again, even if it is killed.
 
-A small process outlives it (`rescuing`). A server whose weights are whole resumes with them; one whose weights are torn
-loads the version again: from its memory, which is kept for that, if it is on this host, from the files of a checkpoint,
-if they are as they were, or by another update. The process holds the claim of the writer that ended meanwhile; a server
-that somebody else has claimed is left to that.
+A small process outlives the writer (`rescuing`). It resumes a server whose weights are whole. A server with torn
+weights loads the version again: from memory that is kept for it on this host, from the files of a checkpoint if they
+have not changed, or through another update. The process takes over the writer's claim. It leaves servers alone that
+another writer has claimed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .writers import Writer
 
 PREFIX = "verl-rescue-"
 ANSWERS_IN = "answers"
-"""Directory beside what is kept of an arena, for ranks that answer in files."""
+"""The directory in a kept arena for ranks that answer in files."""
 Again = Callable[[str | None, int], Mapping[str, Any]]
-"""Of what is kept of an arena, or None, and a version: what the server is asked for to say what it holds, and to load
-the version."""
+"""(path of the kept arena or None, version) to the requests with which a server reports its version and loads this
+one."""
 
 
 class Rescue:
-    """Of one writer, which reports each action on servers before it acts."""
+    """The rescue of one writer, which reports each action on a server before it acts."""
 
     def __init__(self, shm_dir: Path, answers: str, writer: Writer) -> None:
-        """`answers`: the method of vLLM's workers that does; `writer`: whose servers they are. Nothing is started
-        before one is paused."""
+        """`answers`: the method of vLLM's workers that answers an `Order`. `writer`: the owner of the servers. It
+        starts no process before a server is paused."""
         self._shm_dir, self._answers, self._writer = shm_dir, answers, writer
         self._root: Path | None = None
         self._process: CleanupProcess | None = None
@@ -60,9 +60,9 @@ class Rescue:
         again: Again | None = None,
         **called: str,
     ) -> None:
-        """Version `version` of an arena of this host or another, or weights that go with this process and came from
-        `files`, or that `command` loads again: `called` has their `label`, by which servers name them, and their
-        `load`, by which workers do. `again`: for servers whose ranks know no writers."""
+        """Report that the server begins to load: `version` of an arena, on this host or another, or weights in this
+        process's memory that can be loaded again from `files` or by `command`. `called`: their `label` for servers and
+        their `load` for workers. `again`: for engines without a notion of writers."""
         self._forget(url)
         arena = self._keep(url, Path(arena_path)) if arena_path is not None else None
         kept = str(arena) if arena is not None else None
@@ -78,7 +78,7 @@ class Rescue:
         self._forget(url)
 
     def close(self) -> None:
-        """Servers that do not serve are seen after now; nobody waits for that. Idempotent."""
+        """Start the rescue of servers that do not serve, without waiting for it. Idempotent."""
         process, self._process = self._process, None
         if process is not None and self._paused:
             process.leave()

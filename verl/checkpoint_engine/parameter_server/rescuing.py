@@ -18,19 +18,19 @@ from typing import Any
 
 TIMEOUT_S = 600
 RESUMES = 10
-"""What pauses a server may still be on its way to it."""
+"""Resumes per server: a pause of the dead writer may still be under way."""
 BETWEEN_RESUMES_S = 0.5
 FLUSHES = 20
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""How the names begin of what torchrun says to ranks."""
+"""Prefixes of the variables that torchrun sets for ranks."""
 
 Call = Any
-"""`call(path, body=None, method="POST")`: what a server answers. Raises OSError."""
+"""`call(path, body=None, method="POST")` returns a server's answer. Raises OSError."""
 
 
 def main(arguments: list[str], lines: list[str]) -> None:
-    """`arguments`: the directory of what is kept, which is removed; the method of workers that answers; the writer
-    whose claim is held, in JSON. `lines`: what was done to servers, each a JSON object; the last of each counts."""
+    """`arguments`: the directory of kept arenas, which is removed; the workers' method that answers; the rescuing
+    writer in JSON. `lines`: the writer's actions on servers, a JSON object each; the last of each server counts."""
     import shutil
 
     root, method, writer = arguments
@@ -68,7 +68,7 @@ def caller(url: str) -> Call:
 
 
 def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any], call: Call) -> None:
-    """`what` was done to a server last."""
+    """Rescue one vLLM or SGLang server. `what`: the writer's last action on it."""
     if what["engine"] != "vLLM":
         if what["state"] == "paused":
             with suppress(OSError):  # it was asked how weights would fit
@@ -106,7 +106,7 @@ def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any],
 
 
 def run(command: list[str]) -> None:
-    """As one who is no rank of the job that has ended."""
+    """Run `command` without the environment variables of a torchrun rank."""
     import subprocess
 
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_RANK)}
@@ -114,7 +114,7 @@ def run(command: list[str]) -> None:
 
 
 def ended(what: dict[str, Any], workers: list[dict[str, Any]], call: Call) -> bool:
-    """End an update that its writer did not end. Whether all workers hold the same, and a whole version, then."""
+    """End an update that its writer did not end. Returns whether all workers then hold the same whole version."""
     is_active = [one["active"] for one in workers]
     holds = {(one["load"], one["version"], one["digest"], one["torn"]) for one in workers}
     is_whole = len(holds) == 1 and not workers[0]["torn"]
@@ -132,7 +132,7 @@ def ended(what: dict[str, Any], workers: list[dict[str, Any]], call: Call) -> bo
 
 
 def load(what: dict[str, Any], root: str, writer_id: str, look: Callable[[], list[dict[str, Any]]], call: Call) -> bool:
-    """Out of what is kept of the arena, or of the files. Whether the server then serves that."""
+    """Load the version again from the kept arena or the files. Returns whether all workers have loaded it."""
     if what.get("source") is None:
         return False
     call("/start_weight_update", {})
@@ -174,7 +174,7 @@ def rescue_sglang(what: dict[str, Any], who: str, call: Call) -> None:
 
 
 def holds_version(what: dict[str, Any], call: Call) -> bool:
-    """Whether all ranks of an SGLang hold the same version, and it says so; after another load, if need be."""
+    """Whether all ranks of an SGLang server hold the version that it reports. Loads the version again if not."""
     with suppress(OSError):  # it has begun: the writer was killed in the middle
         call("/begin_weight_update", {})
     try:
@@ -190,7 +190,7 @@ def holds_version(what: dict[str, Any], call: Call) -> bool:
 
 
 def ranks_of_sglang(what: dict[str, Any], asked: str, call: Call) -> list[dict[str, Any]]:
-    """What each of them answers."""
+    """The answers of all ranks to the request `asked`."""
     answers = what["answers"]
     for name in os.listdir(answers):
         os.unlink(os.path.join(answers, name))
@@ -203,7 +203,7 @@ def ranks_of_sglang(what: dict[str, Any], asked: str, call: Call) -> list[dict[s
 
 
 def is_one_version(holds: list[dict[str, Any]], what: dict[str, Any]) -> bool:
-    """Whether all ranks answer, hold the same, and have nothing against it."""
+    """Whether all ranks answered without a problem and hold the same version and digest."""
     unread = [set(rank["unread"]) for rank in holds]
     return (
         len(holds) == what["ranks"]
@@ -214,8 +214,8 @@ def is_one_version(holds: list[dict[str, Any]], what: dict[str, Any]) -> bool:
 
 
 def flush(call: Call) -> None:
-    """What was computed with the weights before. A batch whose requests have ended may be there for a moment. Raises
-    OSError, and the server stays paused."""
+    """Flush SGLang's cache of old weights; retries while a finished batch is still present. Raises OSError, and the
+    server stays paused."""
     for left in reversed(range(FLUSHES)):
         try:
             call("/flush_cache")

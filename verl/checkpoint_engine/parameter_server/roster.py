@@ -1,7 +1,7 @@
-"""The ranks that do something together: who is there, what each says, and who has failed.
+"""The ranks of a collective call: which are present, the values that they exchange, and their failures.
 
-Ranks meet in a torch.distributed store. For every collective call they agree on a session that is new, so that nothing
-of one that failed is mistaken for news. In it each rank has one entry, which it keeps changing for as long as it lives.
+Ranks meet in a torch.distributed store. Every collective call has a new session, so that entries of a failed one are
+never taken for new. In a session each rank has one entry, which it keeps changing while it lives.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..plan.encoded import unpacked
 
 PULSE_S = 0.2
 HASTE_S = 0.005
-"""Between two looks while somebody waits for an answer."""
+"""The pause between reads of the entries while this rank waits for an answer."""
 HASTE_PER_RANK_S = 0.0002
-"""Every rank reads every entry in each look: many ranks look less often."""
+"""Every rank reads every entry each time, so with many ranks the pause is longer."""
 SILENT_S = 15.0
-"""A rank that was not heard for so long is given up. Far longer than a busy machine keeps a thread from running."""
+"""A rank without a sign of life for this long is given up; a busy machine delays a thread for far less."""
 QUIET_S = 1.5
-"""A rank that was not heard for so long is named in errors that have no better explanation."""
+"""Errors without a better explanation name ranks without a sign of life for this long."""
 
 _PARTED = "parted"
 
@@ -47,9 +47,9 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Roster:
-    """One rank's view of one session. A thread of its own talks to the store: that may hang when its host does.
+    """One rank's view of one session. Its own thread uses the store, which may hang if its host does.
 
-    Everything else is called from one thread, except `fail`.
+    All methods are called from one thread, except `fail`.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Roster:
         ranks: Sequence[int],
         on_failure: Callable[[CheckpointEngineError], None] = lambda error: None,
     ) -> None:
-        """`ranks` meet here, `rank` among them; the first one opens the session. `on_failure` is called once, from
-        another thread, when some other rank has failed or is gone."""
+        """`ranks`: all participants, `rank` among them; the first one opens the session. `on_failure` is called once,
+        from another thread, when another rank has failed or is gone."""
         self.session = ""
         self.rank, self.ranks = rank, list(ranks)
         self.on_failure = on_failure
@@ -69,7 +69,7 @@ class Roster:
         self._own_failure: _Failure | None = None
         self._entries: dict[int, _Entry] = {}
         self._heard: dict[int, float] = {}
-        """When each rank's entry was last seen to change."""
+        """The time at which each rank's entry last changed."""
         self._came: set[int] = set()
         self._store: Any = store  # torch's annotations know no bytes
         self._place = f"roster/{'-'.join(map(str, self.ranks))}"
@@ -83,7 +83,7 @@ class Roster:
     # ------------------------------------------------------------------ the rank
 
     def meet(self, deadline: Deadline) -> None:
-        """Until all ranks are there. Raises TransportTimeout that names those that are not."""
+        """Wait until all ranks are present. Raises TransportTimeout naming the absent ones."""
         self._thread.start()
         with self._in_haste():
             while not self.session:
@@ -98,9 +98,9 @@ class Roster:
                 self._wait(deadline)
 
     def exchange(self, topic: str, value: Any, deadline: Deadline) -> dict[int, Any]:
-        """Say `value` (what msgpack can express) and return what every rank says about `topic`, by rank.
+        """Publish `value` (for msgpack) under `topic`; return the values of all ranks under it, by rank. Collective.
 
-        Raises the first failure of any rank, TransportTimeout that names whom it waited for.
+        Raises the first failure of any rank, TransportTimeout naming the late ranks.
         """
         with self._changed:
             self._said[topic] = msgspec.msgpack.encode(value)
@@ -126,9 +126,9 @@ class Roster:
             raise self._failure
 
     def fail(self, error: CheckpointEngineError, *, origin: bool) -> CheckpointEngineError:
-        """Tell everybody. Returns the error that this call ends with: the same on all ranks, where it can be.
+        """Publish this rank's failure. Returns the error that ends the call, if possible the same on all ranks.
 
-        `origin`: it began at this rank, which is not merely the one that saw a connection break.
+        `origin`: the failure began on this rank; false if this rank only saw a connection break.
         """
         with self._changed:
             if self._own_failure is None:
@@ -147,17 +147,17 @@ class Roster:
         return error
 
     def has_told(self, error: CheckpointEngineError | None) -> bool:
-        """Whether `error` is what this roster heard of another rank."""
+        """Whether `error` is the failure that this roster received from another rank."""
         return error is not None and error is self._failure
 
     def quiet(self) -> str:
-        """`; no sign of life from rank 1`, for messages; empty if all are there."""
+        """Names the silent ranks, for messages: `; no sign of life from rank 1`. Empty if all are alive."""
         now = time.monotonic()
         silent = [rank for rank, heard in self._heard.items() if rank != self.rank and now - heard > QUIET_S]
         return f"; no sign of life from {', '.join(f'rank {rank}' for rank in sorted(silent))}" if silent else ""
 
     def part(self) -> None:
-        """When all has gone well: leave. The first rank goes last, because its process may be the store's host."""
+        """Leave after success. The first rank leaves last, because its process may host the store."""
         with self._changed:
             self._said[_PARTED] = b""
         self._news.set()
@@ -170,14 +170,14 @@ class Roster:
         self.leave()
 
     def leave(self) -> None:
-        """End the thread, after what was said last has been written. Idempotent."""
+        """End the thread after it has written the last entry. Idempotent."""
         self._left.set()
         self._news.set()
         if self._thread.ident is not None:
             self._thread.join(2 * PULSE_S)  # a store that hangs keeps it; it is a daemon
 
     def forget(self) -> None:
-        """Let go of the error, whose traceback leads back here. After `leave`."""
+        """Drop the error, whose traceback refers to this roster. Called after `leave`."""
         self._failure = None
         self.on_failure = lambda error: None
 

@@ -1,4 +1,4 @@
-"""What safetensors files hold and where, checked before a byte is loaded. Pure but for reading headers; no torch.
+"""The tensors of safetensors files, checked before a byte is loaded. It reads headers only; no torch.
 
 A tensor-parallel sharded checkpoint declares itself in every file, in the free-form `__metadata__` of the format (a map
 of strings), under the key `verl.tensor_parallel`, as JSON:
@@ -6,8 +6,8 @@ of strings), under the key `verl.tensor_parallel`, as JSON:
     {"rank": 0, "size": 2, "dims": {"model.layers.0.mlp.up_proj.weight": 0, "model.norm.weight": null}}
 
 Of a tensor with a dimension, the file holds slice `rank` of `size`; slices are concatenated along that dimension and
-may differ in length. `null` says that all files hold the same values; those of rank 0 are taken. A tensor that `dims`
-does not name is whole and in one file alone.
+may differ in length. `null` means that all files hold the same values; those of rank 0 are loaded. A tensor outside
+`dims` is whole and in one file only.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ DTYPES = {
 """torch's names of the format's dtypes."""
 TENSOR_PARALLEL = "verl.tensor_parallel"
 LENGTH_NBYTES = 8
-"""A file begins with the length of its header, little-endian; the header is JSON; the data follow."""
+"""A file begins with the little-endian length of its header; the JSON header and the data follow."""
 MAX_HEADER_NBYTES = 100_000_000
-"""The format's own limit: a file that is something else must not make us read gigabytes as JSON."""
+"""The format's own limit: a file of another kind must not make us read gigabytes as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class StoredTensor:
 
 
 class TensorParallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file of a sharded checkpoint declares about itself."""
+    """The declaration in a file of a tensor-parallel sharded checkpoint."""
 
     rank: int
     size: int
@@ -71,7 +71,7 @@ class TensorParallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTensor:
-    """One whole tensor: its slices in order, to be concatenated along `dim`. One slice: nothing to concatenate."""
+    """One whole tensor: its slices in order, to be concatenated along `dim`; or one slice."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,8 +91,8 @@ class _Malformed(Exception):
 def read_checkpoint(files: Sequence[Path]) -> list[CheckpointTensor]:
     """Every tensor of `files`, in the order of the files and of the bytes in them.
 
-    Raises ConfigError that lists everything wrong at once: files that are missing, malformed or truncated (with the
-    bytes expected and there), tensors in two files, unknown dtypes, slices that do not make a whole.
+    Raises ConfigError listing all problems: missing, malformed or truncated files (with expected and present bytes),
+    tensors in two files, unknown dtypes, slices that do not make a whole tensor.
     """
     problems: list[str] = []
     found: dict[str, list[tuple[TensorParallel | None, StoredTensor]]] = {}
@@ -118,9 +118,9 @@ def read_checkpoint(files: Sequence[Path]) -> list[CheckpointTensor]:
 
 
 def split_files(files: Sequence[Path], num_ranks: int) -> list[list[Path]]:
-    """`files` divided over ranks so that their bytes are even. Files that hold slices of one tensor stay together.
+    """Divide `files` among ranks so that their bytes are about equal. Files with slices of one tensor stay together.
 
-    Every rank computes it and takes its part. Raises ConfigError as `read_checkpoint`.
+    Every rank computes the same division. Raises ConfigError as `read_checkpoint`.
     """
     group_of = {path: {path} for path in files}
     for tensor in read_checkpoint(files):

@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class ParameterServer:
-    """One rank. Methods block and are called from one thread; `gather_metas` and `update` are collective.
+    """One rank of the server. Methods block and are called from one thread; `gather_metas` and `update` are collective.
 
     Use as a context manager, or call `close`.
     """
@@ -58,14 +58,14 @@ class ParameterServer:
         p2p_protocol: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """`rank` and `world_size`: None for those of torchrun's environment.
+        """`rank` and `world_size`: by default those of torchrun's environment.
 
         `auto_pg`: make a process group for every update and drop it afterwards; else one is kept for each set of ranks.
-        `gpu_count`: ranks (devices) per host. `mem_fraction`: share of a device's free memory that buckets may take.
-        `master`: `host:port` where ranks meet, or `master_addr` and `master_port`; None for `MASTER_ADDR` and
-        `MASTER_PORT`. Alone, a rank needs none.
-        `p2p_protocol`: tcp or rdma; None for rdma where the host has devices for it. `timeout_s`: for each gathering
-        and each update, all in all. Raises ConfigError.
+        `gpu_count`: ranks (devices) per host. `mem_fraction`: the fraction of a device's free memory for buckets.
+        `master`: `host:port` of the ranks' store, or `master_addr` and `master_port`; by default `MASTER_ADDR` and
+        `MASTER_PORT`. A single rank needs none.
+        `p2p_protocol`: tcp or rdma; None for rdma if the host has RDMA devices. `timeout_s`: for each whole
+        `gather_metas` and `update`. Raises ConfigError.
         """
         self.rank = _given(rank, envs.rank, "rank", "RANK")
         self.world_size = _given(world_size, envs.world_size, "world_size", "WORLD_SIZE")
@@ -99,13 +99,13 @@ class ParameterServer:
         )
         self._metas: dict[int, RankMetas] = {}
         self._metas_name: str | None = None
-        """The checkpoint that they describe; None if they were loaded."""
+        """The checkpoint of the metas; None if they were loaded."""
         self._events = Events(self.rank)
         self._kept = KeptMemory()
 
     @property
     def device_id(self) -> str:
-        """Of this rank's device, as its engine knows it."""
+        """The id of this rank's device, by which its engine knows it."""
         return self._device.id
 
     # ------------------------------------------------------------------ checkpoints
@@ -121,21 +121,21 @@ class ParameterServer:
     ) -> None:
         """Load this rank's part of a checkpoint into its host memory, from safetensors files and tensors (copied).
 
-        `use_shared_memory_pool` and `use_inplace_pin_memory` are checkpoint-engine's, and change nothing: the memory of
-        a checkpoint that is unregistered always serves the next one of the same layout, and files are only read.
+        `use_shared_memory_pool` and `use_inplace_pin_memory` are checkpoint-engine's and have no effect: the next
+        checkpoint of the same layout always reuses the memory of an unregistered one, and files are only read.
 
-        Not collective. Raises ConfigError for files that are unsound, too little memory, or a name that is taken.
+        Not collective. Raises ConfigError for bad files, too little memory, or a used name.
         """
         self._holdings.register(checkpoint_name, [Path(file) for file in files or ()], named_tensors)
 
     def unregister_checkpoint(self, checkpoint_name: str, force: bool = False) -> None:
-        """Let go of a checkpoint. Its memory is kept for the next registration, unless `force`. Raises ConfigError."""
+        """Unregister a checkpoint. Its memory is kept for the next registration unless `force`. Raises ConfigError."""
         self._holdings.unregister(checkpoint_name, keep_memory=not force)
 
     def gather_metas(self, checkpoint_name: str) -> None:
-        """Learn what every rank holds of a checkpoint. All ranks call it; a rank may hold nothing.
+        """Gather every rank's record of a checkpoint. All ranks call it; a rank may hold no part.
 
-        Raises ConfigError if no rank has registered it, TransportError, TransportTimeout that names who is missing.
+        Raises ConfigError if no rank has registered it, TransportError, TransportTimeout naming the missing ranks.
         """
         name = checkpoint_name
         own = msgspec.msgpack.encode((name, self._holdings.metas(name)))
@@ -154,13 +154,13 @@ class ParameterServer:
         self._metas_name = name
 
     def get_metas(self) -> dict[int, RankMetas]:
-        """What `gather_metas` has learnt or `load_metas` was given last, by rank. `metas.save_metas` writes it."""
+        """The records of the last `gather_metas` or `load_metas`, by rank. `metas.save_metas` writes them."""
         return dict(self._metas)
 
     def load_metas(self, metas: Mapping[int, RankMetas]) -> None:
-        """Take `metas`, of this job or another one, for what the owners hold and where. For P2P updates.
+        """Set the owners' records for P2P updates to `metas`, of this job or another one.
 
-        It replaces what is known of the senders. Who receives, on which devices, is found out in every update.
+        They describe the senders only: every update collects the receivers and their devices.
         """
         self._metas = dict(metas)
         self._metas_name = None
@@ -177,13 +177,13 @@ class ParameterServer:
     ) -> UpdateReport | None:
         """Move a checkpoint into the engines of all ranks (broadcast), or of `ranks` (P2P).
 
-        Called on all ranks, with the same arguments; others than `ranks` return None at once. Before it `gather_metas`,
-        or for P2P `load_metas`. `req_func` is called on every updating rank, on a thread of its own, with (device id,
-        socket path) of every updating rank in order; it asks the engine that this rank speaks for, if any, to receive,
-        and returns when that is done. Socket paths are of the rank's own host.
+        Called on all ranks with the same arguments, after `gather_metas`, or for P2P `load_metas`; ranks outside
+        `ranks` return None at once. Every updating rank calls `req_func` on a thread of its own, with (device id,
+        socket path) of every updating rank in order. It requests this rank's engine, if any, to receive, and returns
+        when the engine is done. A socket path is valid on its rank's host.
 
         Raises the same first error on every updating rank: ConfigError, PlanError, TransportError, TransportTimeout
-        (after `timeout`, None for `timeout_s`), ActivationError. Engines have been told then; the next update can
+        (after `timeout`, by default `timeout_s`), ActivationError. Engines are aborted then; the next update can
         follow.
         """
         receivers = self._receivers(ranks)
@@ -236,11 +236,11 @@ class ParameterServer:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What this rank has done so far in the update that runs, or did in the last one. From any thread."""
+        """This rank's events in the active or the last update. Any thread may read it."""
         return self._events.in_order()
 
     def init_process_group_for_ranks(self, ranks: Sequence[int]) -> None:
-        """Connect `ranks` ahead of their first update, which keeps the group. Others than `ranks` return at once."""
+        """Connect `ranks` before their first update, and keep the group. Other ranks return at once."""
         receivers = self._receivers(ranks)
         if self.rank in receivers:
             self._device.make_current()
@@ -250,18 +250,18 @@ class ParameterServer:
     def init_process_group(self, *, timeout: timedelta | None = None) -> None:
         """Make torch's default process group, for the caller's own collectives. All ranks call it.
 
-        A ParameterServer uses none of torch's global groups: it needs this neither before an update nor after it.
+        A ParameterServer itself does not use it: no update needs this call.
         """
         self._device.make_current()
         self._calls.init_default_group(_seconds(timeout))
 
     def store_based_barrier(self, timeout: timedelta | None = None) -> None:
-        """Return when all ranks have called it, without a process group. Raises TransportTimeout that names a rank."""
+        """Return when all ranks have called it; needs no process group. Raises TransportTimeout naming a rank."""
         with self._calls.begin(tuple(range(self.world_size)), timeout_s=_seconds(timeout)) as together:
             together.roster.exchange("a barrier", None, together.deadline)
 
     def close(self) -> None:
-        """Leave all groups, let go of all checkpoints and the P2P store. Idempotent; not collective."""
+        """Leave all groups, free all checkpoints, and close the P2P store. Idempotent; not collective."""
         self._calls.close()
         self._reader.close()
         self._holdings.close()

@@ -1,13 +1,13 @@
-"""One rank's part in moving one checkpoint into engines: fetch, broadcast, load, each a bucket behind the other.
+"""One rank's part in moving one checkpoint into engines: a pipeline of fetch, broadcast and load.
 
     fetch        | 0 | 1 | 2 | 3 |
     broadcast        | 0 | 1 | 2 | 3 |
     load                 | 0 | 1 | 2 | 3 |
 
-A bucket is fetched by one rank into a half of its memory for buckets, broadcast into a half of every other rank's, and
-loaded by every rank's engine from there. The next ones go into other halves meanwhile. Each rank chooses its own.
+One rank fetches a bucket into a half of its bucket memory and broadcasts it into a half of every other rank. Every
+rank's engine loads it from there. Meanwhile the next buckets go into other halves, which each rank chooses itself.
 
-What lies in a rank's own shared memory is not fetched: it is broadcast from there, and the rank's engine maps it.
+A bucket in a rank's own shared memory is not fetched: it is broadcast from there, and the rank's engine maps it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .progress import Events
 REQUEST_POLL_S = 0.05
 
 Request = Callable[[list[tuple[str, str]]], None]
-"""Asks the inference engines to receive. Gets (device id, path of the socket) of every updating rank, in order."""
+"""Requests the inference engines to receive. Called with (device id, socket path) of every updating rank, in order."""
 
 
 @dataclass(kw_only=True)
 class Transfer:
-    """Used once."""
+    """One rank's transfer in one update. Used once."""
 
     rank: int
     sources: Sources
     size: BucketSize
     order: Sequence[tuple[int, Bucket]]
-    """(rank that fetches and broadcasts, bucket)."""
+    """(rank that fetches and broadcasts, bucket) of all buckets, in order."""
     together: CollectiveCall
     request: Request
     events: Events
     kept: KeptMemory
-    """For halves, from update to update."""
+    """Memory for halves that is kept between updates."""
     _loading: deque[int] = field(default_factory=deque)
     """Buckets that the engine has been offered and has not loaded."""
 
@@ -61,7 +61,7 @@ class Transfer:
         return min(3 if self.size.staged else 2, through)
 
     def run(self) -> None:
-        """Until every rank's engine has accepted the checkpoint. Raises the first failure; nothing is left then."""
+        """Return when every rank's engine has accepted the checkpoint. Raises the first failure of any rank."""
         device = self.sources.device
         link = EngineLink(
             device.id,

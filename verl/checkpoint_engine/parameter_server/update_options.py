@@ -1,4 +1,4 @@
-"""What the command line of `verl.checkpoint_engine.update` takes, and what of it cannot work."""
+"""The command-line options of `verl.checkpoint_engine.update`, and their checks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ METHODS = ("broadcast", "p2p", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says, checked."""
+    """The checked options of the command line."""
 
     checkpoint_path: Path | None
     endpoints: tuple[str, ...]
     methods: tuple[str, ...]
-    """Updates to make, one after the other: `broadcast`, `p2p`."""
+    """The methods of the updates to make, in order: `broadcast`, `p2p`."""
     parallel_size: int
     save_metas_file: Path | None
     load_metas_file: Path | None
@@ -34,18 +34,18 @@ class Options:
     skip_model_check: bool
     timeout_s: float
     after_another: bool
-    """It repeats one that was killed; nothing repeats it."""
+    """Whether this command repeats a killed one. It is not repeated itself."""
     rank: int
     world_size: int
 
     @property
     def num_workers(self) -> int:
-        """Workers of all engines together; ranks below feed one each."""
+        """The number of workers of all engines. Each rank below it feeds one."""
         return len(self.endpoints) * self.parallel_size
 
     def again(self, version: str) -> list[str]:
-        """The command that repeats an update whose weights are another job's, for when it is killed. Empty where ranks
-        of several engines, or hosts, would have to meet again."""
+        """The command with which a rescue repeats a killed update from another job's weights. Empty for several engines
+        or hosts, whose ranks would have to meet again."""
         is_on_one_host = (envs.local_world_size() or 1) == self.world_size == self.num_workers
         if self.load_metas_file is None or self.after_another or len(self.endpoints) != 1 or not is_on_one_host:
             return []
@@ -60,7 +60,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None, description: str | None, program: str) -> Options:
-    """`program`: what help calls it. Raises ConfigError for what cannot work, SystemExit for what cannot be read."""
+    """Parse and check. `program`: the name in the help. Raises ConfigError for bad values, SystemExit on bad syntax."""
     parser = _parser(description, program)
     given = vars(parser.parse_args(arguments))
     try:

@@ -1,8 +1,8 @@
-"""Who writes into a server, and what its workers say that they have loaded. No torch.
+"""The writer of a server, and the reports of its workers on their last load. No torch.
 
-A server has one writer at a time. Each of its workers has a `Ledger`: the claim of the writer, which ends when it is
-released, not renewed in time, or when its process is gone; and what was loaded last. Writers ask all workers at once
-(`Order`) and believe their `Answer`s, not the status of a request.
+A server has one writer at a time. Each of its workers has a `Ledger` with the last load and the writer's claim. The
+claim ends when it is released, when it is not renewed in time, or when the writer's process is gone. Writers send an
+`Order` to all workers at once and trust their `Answer`s, not the status of a request.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import msgspec
 from ..errors import ActivationError, ConfigError
 
 RESCUE = "rescue after the "
-"""How a writer is called that sees after the servers of one that has ended, before that one's name."""
+"""The prefix of a rescue's name, before that of the dead writer."""
 LEASE_S = 60.0
-"""For which a claim stands, unless it is renewed."""
+"""The life of a claim that is not renewed."""
 
 
 class Writer(msgspec.Struct, frozen=True):
@@ -30,29 +30,29 @@ class Writer(msgspec.Struct, frozen=True):
 
     id: str
     who: str
-    """For messages."""
+    """Its description, for messages."""
     machine: str
-    """Where `pid` can be looked for: a boot of a host, and its namespace of processes."""
+    """The boot id of its host and its pid namespace, in which `pid` is valid; empty: unknown."""
     pid: int
     started: str
-    """When the process began: another one may have its number later."""
+    """The start time of its process: another process may reuse its pid."""
     rescues: bool = False
-    """It sees after the servers of a writer that has ended, and is soon done."""
+    """Whether it is a rescue of a dead writer's servers, which ends soon."""
 
     @classmethod
     def here(cls, kind: str) -> Writer:
-        """This process, as a `kind`, such as `publisher`."""
+        """A writer in this process, of a `kind` such as `publisher`."""
         pid = os.getpid()
         who = f"{kind} of process {pid} on {socket.gethostname()}"
         return cls(secrets.token_hex(8), who, _machine(), pid, _started(pid))
 
     def rescuer(self) -> Writer:
-        """Who has this one's claims, once its process has ended."""
+        """The rescue that takes over this writer's claims after its process has ended."""
         return Writer(self.id, f"{RESCUE}{self.who}", machine="", pid=0, started="", rescues=True)
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process has ended, as far as that can be seen from here."""
+        """Whether its process has ended; false if it is on another machine."""
         return bool(self.machine) and self.machine == _machine() and _started(self.pid) != self.started
 
 
@@ -75,10 +75,10 @@ def _started(pid: int) -> str:
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a writer asks of every worker."""
+    """A writer's request to every worker."""
 
     number: str
-    """Comes back with the answer: one that lags belongs to another order."""
+    """The answer repeats it, so that a late answer to another order is recognised."""
     act: Literal["look", "claim", "release"]
     writer: Writer | None = None
 
@@ -87,26 +87,26 @@ class Answer(msgspec.Struct, frozen=True):
     number: str
     rank: int
     server: str
-    """Of this worker since it was started."""
+    """The identity of this worker process."""
     active: bool
     """Whether an update has begun and not ended."""
     load: str
-    """Of the update whose weights it computes with; empty before the first, and once one has failed."""
+    """The identity of the last update; empty before the first, and after a failed one."""
     version: int | None
     digest: str
-    """Of the weights in that version, where they came with one."""
+    """The digest of that version, if it came from an arena."""
     claimed_by: Writer | None
     refuses: str
     """Why no update can be loaded; empty if one can."""
     torn: bool = False
-    """Whether a load has begun and not ended well: nobody can say what it computes with."""
+    """Whether a load has begun and not succeeded, so that the weights may be mixed."""
     copies: dict[str, str] = {}
-    """Of the tensors last compared with the model: those without a place in it, and what is used instead of each. They
-    have to be equal, as a head that is the embedding."""
+    """Of the tensors last compared with the model: each without a place in it, with the twin that the model uses, such
+    as the embedding for a head. Their values must be equal."""
 
 
 class Ledger:
-    """Of one worker."""
+    """The claim and the last load of one worker."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -118,7 +118,7 @@ class Ledger:
 
     @property
     def holder(self) -> Writer | None:
-        """Whose the server is now."""
+        """The writer that has a valid claim, or None."""
         if self._claim is not None and (self._now() >= self._claim[1] or self._claim[0].is_gone):
             self._claim = None
         return self._claim[0] if self._claim is not None else None
@@ -128,23 +128,23 @@ class Ledger:
         return holder is None or holder.id == writer
 
     def require(self, writer: str | None) -> None:
-        """Raises ActivationError if somebody else than `writer` has claimed the server."""
+        """Raises ActivationError if another writer than `writer` has claimed the server."""
         holder = self.holder
         if holder is not None and holder.id != writer:
             raise ActivationError(f"the server is being written by the {holder.who}")
 
     def begin_load(self) -> None:
-        """From now on, and until `loaded`, nobody can say what the worker computes with."""
+        """Mark the weights as torn, until `loaded`."""
         self._load, self._version, self._digest, self._torn = "", None, "", True
 
     def loaded(self, load: str, version: int | None, digest: str) -> None:
-        """On every rank, once all have loaded."""
+        """Record a load. Called on every rank after all have loaded."""
         self._load, self._version, self._digest, self._torn = load, version, digest, False
 
     def answer(
         self, order: str, *, rank: int, active: bool, refuses: str, copies: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """To an `Order` in JSON."""
+        """Answer an `Order` in JSON; it may change the claim."""
         asked = msgspec.json.decode(order, type=Order)
         holder, writer = self.holder, asked.writer
         if writer is not None and (holder is None or holder.id == writer.id):
@@ -174,7 +174,7 @@ def order(act: Literal["look", "claim", "release"], writer: Writer | None = None
 
 
 def answers_to(order: Order, said: object, url: str) -> Sequence[Answer]:
-    """Of every worker of the server at `url`. Raises ActivationError for what is no answer to `order`."""
+    """Decode the workers' answers of the server at `url`. Raises ActivationError if one does not answer `order`."""
     lags = isinstance(said, list) and None in said  # what calls that return nothing have left
     try:
         answers = msgspec.convert(said, list[Answer]) if not lags else []
@@ -190,7 +190,7 @@ def answers_to(order: Order, said: object, url: str) -> Sequence[Answer]:
 
 
 def require_own(answers: Sequence[Answer], writer: Writer, url: str) -> None:
-    """Raises ConfigError if the server is somebody else's, or takes no updates."""
+    """Raises ConfigError if another writer has claimed the server, or it accepts no updates."""
     if refuses := next((answer.refuses for answer in answers if answer.refuses), ""):
         raise ConfigError(f"the engine at {url} takes no weights: {refuses}", member=url)
     others = [answer.claimed_by for answer in answers if answer.claimed_by and answer.claimed_by.id != writer.id]
@@ -203,13 +203,13 @@ def require_own(answers: Sequence[Answer], writer: Writer, url: str) -> None:
 
 
 def require_whole(answers: Sequence[Answer], url: str) -> None:
-    """Raises ActivationError if a load has failed, and none has succeeded since."""
+    """Raises ActivationError if a load has failed and none has succeeded since."""
     if any(answer.torn for answer in answers):
         raise ActivationError(f"what {url} holds is torn by a load that failed: it stays paused until one succeeds")
 
 
 def require_loaded(answers: Sequence[Answer], load: str, version: int | None, url: str) -> None:
-    """Raises ActivationError unless every worker computes with what `load` brought, the same on all."""
+    """Raises ActivationError unless every worker reports `load` and `version`, with the same digest on all."""
     late = [str(answer.rank) for answer in answers if answer.load != load or answer.version != version]
     if late or len({answer.digest for answer in answers}) != 1:
         named = f"ranks {', '.join(late)} have not" if late else "ranks have not all"

@@ -46,6 +46,8 @@ NOT_MADE = {"VariableReplacer", "VariableInserter"}
 """Operators of Cosmic Ray that want to be told a variable."""
 PATIENCE_S = 8.0
 """A test that takes so much longer than five times its usual time has found the mutant by hanging."""
+COMPILES_S = 60.0
+"""The same for a file whose functions numba compiles in each child."""
 ENOUGH = 2
 """So many files of tests, the quicker ones first, may find a mutant: others would add nothing."""
 QUICK_S = 5.0
@@ -370,9 +372,12 @@ def statement(source: str, line: int) -> set[int]:
     return set(range(inner.lineno, max(last, inner.lineno, line) + 1))
 
 
-def reaching(file: str, lines: set[int], usual: Mapping[str, Usual], seconds: float) -> tuple[list[list[str]], int]:
+def reaching(
+    file: str, lines: set[int], usual: Mapping[str, Usual], seconds: float, tried_s: float = 0
+) -> tuple[list[list[str]], int]:
     """The tests that run these lines, by file, quick files first, and how many more there are than `seconds` allow.
 
+    Without those that were tried when `tried_s` were allowed.
     Of every file the quickest test is taken, then the next one of each. Lines that nothing runs in
     this process, as an import, a child or a function that numba compiled may do, are tried with all that run the file.
     """
@@ -382,14 +387,21 @@ def reaching(file: str, lines: set[int], usual: Mapping[str, Usual], seconds: fl
     of_file: dict[str, list[str]] = defaultdict(list)
     for name in sorted(tests, key=lambda name: usual[name].seconds):
         of_file[name.split("::")[0]].append(name)
-    turns = [(turn, usual[name].seconds, name) for names in of_file.values() for turn, name in enumerate(names)]
-    chosen: dict[str, list[str]] = defaultdict(list)
-    for _, duration, name in sorted(turns):
-        if duration <= seconds:
-            seconds -= duration
-            chosen[name.split("::")[0]].append(name)
-    files = sorted(chosen.values(), key=lambda names: sum(usual[name].seconds for name in names))
-    return files, len(tests) - sum(map(len, files))
+    turns = sorted((turn, usual[name].seconds, name) for names in of_file.values() for turn, name in enumerate(names))
+
+    def within(left_s: float) -> set[str]:
+        taken = set()
+        for _, duration, name in turns:
+            if duration <= left_s:
+                left_s -= duration
+                taken.add(name)
+        return taken
+
+    chosen = within(seconds)
+    new = chosen - within(tried_s)
+    files = [[name for name in names if name in new] for names in of_file.values()]
+    quick_first = sorted(filter(None, files), key=lambda names: sum(usual[name].seconds for name in names))
+    return quick_first, len(tests) - len(chosen)
 
 
 class Judge:
@@ -431,12 +443,13 @@ class Judge:
         print(json.dumps({"red": test}), file=self._events)
 
 
-def judged(run: Callable[[TextIO], None], usual: Mapping[str, Usual]) -> list[str]:
+def judged(run: Callable[[TextIO], None], usual: Mapping[str, Usual], source: str) -> list[str]:
     """The tests that are red in a child, each file up to its first; one that hangs or ends the child is the last."""
     found: set[str] = set()
     now = "collection"
+    patience_s = COMPILES_S if "from numba import" in source else PATIENCE_S
     for event in Child(run, Path(os.environ["TMPDIR"], "mutant.log")).events(
-        lambda: PATIENCE_S + 5 * (usual[now].seconds if now in usual else PATIENCE_S)  # noqa: B023 of what runs
+        lambda: patience_s + 5 * (usual[now].seconds if now in usual else PATIENCE_S)  # noqa: B023 of what runs
     ):
         if event is None:
             found.add(now)
@@ -447,7 +460,7 @@ def judged(run: Callable[[TextIO], None], usual: Mapping[str, Usual]) -> list[st
     return sorted(found)
 
 
-def judged_anew(files: list[list[str]], usual: Mapping[str, Usual]) -> list[str]:
+def judged_anew(files: list[list[str]], usual: Mapping[str, Usual], source: str) -> list[str]:
     """With the project imported in the child."""
 
     def run(events: TextIO) -> None:
@@ -455,7 +468,7 @@ def judged_anew(files: list[list[str]], usual: Mapping[str, Usual]) -> list[str]
         names = [names[0].split("::")[0] for names in files]
         pytest_in_child(["--continue-on-collection-errors", *names], Judge(files, events))
 
-    return judged(run, usual)
+    return judged(run, usual, source)
 
 
 class Collected:
@@ -475,12 +488,13 @@ class Collected:
         for line in self._requests:
             files, name, was = json.loads(line)
             file = str(Path(name).resolve())
-            new = replacements(compile(was, file, "exec"), compile(Path(file).read_text(), file, "exec"))
+            source = Path(file).read_text()
+            new = replacements(compile(was, file, "exec"), compile(source, file, "exec"))
             found = None
             if new is not None:
                 codes = [(one, new[one.__code__]) for one in functions[file] if one.__code__ in new]
                 if codes or not functions[file]:
-                    found = judged(functools.partial(self._run, session, files, codes), self._usual)
+                    found = judged(functools.partial(self._run, session, files, codes), self._usual, source)
             print(json.dumps({"found": found}), file=self._answers)
         return True
 
@@ -555,7 +569,8 @@ def work(
                 for place in left[number :: len(trees)]:
                     mutant = made(place) if time.monotonic() < ends else None
                     if mutant is not None:
-                        one = result(place, mutant, usual, options.seconds, asking, answers)
+                        tried_s = known[place]["seconds"] if place in known else 0
+                        one = result(place, mutant, usual, options.seconds, tried_s, asking, answers)
                         print(json.dumps(one), file=results)
 
         children.append(Child(share, tree.parent / f"worker-{number}.log"))
@@ -569,6 +584,7 @@ def result(
     mutant: str,
     usual: Mapping[str, Usual],
     seconds: float,
+    tried_s: float,
     asking: TextIO,
     answers: Iterator[dict[str, Any] | None],
 ) -> dict[str, Any]:
@@ -576,7 +592,7 @@ def result(
     file = Path(place.file)
     source = file.read_text()
     lines = statement(source, place.line)
-    files, left = reaching(place.file, lines, usual, seconds)
+    files, left = reaching(place.file, lines, usual, seconds, tried_s)
     found: list[str] | None = []
     if files:
         for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
@@ -586,7 +602,7 @@ def result(
             print(json.dumps([files, place.file, source]), file=asking)
             found = (next(answers) or {})["found"]
             if found is None:
-                found = judged_anew(files, usual)
+                found = judged_anew(files, usual, mutant)
         finally:
             file.write_text(source)
     was, now = (text.splitlines()[place.line - 1].strip() for text in (source, mutant))

@@ -33,6 +33,7 @@ def test_a_test_reaches_a_mutant_if_it_runs_that_statement_or_what_the_import_ru
     }
     assert mutants.reaching("half.py", {3}, usual, 20) == ([["b.py::quick"], ["a.py::slow"]], 0)
     assert mutants.reaching("half.py", {3}, usual, 1) == ([["b.py::quick"]], 1)
+    assert mutants.reaching("half.py", {3}, usual, 20, tried_s=1) == ([["a.py::slow"]], 0)
     assert mutants.reaching("half.py", {4}, usual, 20) == ([["b.py::quick"]], 0)
     assert mutants.reaching("half.py", {1}, usual, 20) == ([["b.py::quick"], ["a.py::slow"]], 0)
 
@@ -46,7 +47,7 @@ def tree(tmp_path, monkeypatch):
 
 def judged(*files):
     chosen = [[f"{file}::{name}" for name in names] for file, *names in files]
-    return mutants.judged_anew(chosen, {name: Usual(0.0) for names in chosen for name in names})
+    return mutants.judged_anew(chosen, {name: Usual(0.0) for names in chosen for name in names}, "")
 
 
 def test_each_file_runs_up_to_its_first_red_test_until_two_files_are_red(tree):

@@ -631,26 +631,26 @@ changes one place of the code, and the tests that reach it run, as far as the se
 def table(packages: Sequence[str], found: Mapping[Place, dict[str, Any]], usual: Mapping[str, Usual]) -> str:
     took: dict[str, float] = defaultdict(float)
     for test, run in usual.items():
-        took[test.split("::")[0]] += run.seconds
+        if run.lines:
+            took[test.split("::")[0]] += run.seconds
     finds, alone = Counter[str](), Counter[str]()
-    rows = {name: [0] * 5 for name in ("all", *packages)}
+    rows = {name: [0] * 6 for name in ("all", *packages)}
     for place, one in found.items():
         files = {test.split("::")[0] for test in one["found_by"]}
         finds.update(files)
         alone.update(files if len(files) == 1 else ())
         quick = any(took[file] <= QUICK_S for file in files)
+        survived = 5 if one["left"] else 3 if one["runs"] else 4
         for name, row in rows.items():
             if name == "all" or place.file == name or place.file.startswith(f"{name}/"):
-                for column, counts in enumerate(
-                    (True, files, quick, not files and not one["runs"], not files and one["left"])
-                ):
-                    row[column] += bool(counts)
+                for column in (0, 1, *([2] * quick)) if files else (0, survived):
+                    row[column] += 1
     slow = sorted((file for file in took if took[file] > QUICK_S), key=lambda file: (-alone[file], -finds[file], file))
     return "\n".join(
         [
-            f"| package | mutants | found | by a file of at most {QUICK_S:.0f} s | survived, no test runs it | "
-            "survived, some tests not tried |",
-            "|---|---:|---:|---:|---:|---:|",
+            f"| package | mutants | found | by a file of at most {QUICK_S:.0f} s | survived | and no test runs them | "
+            "and further tests run them |",
+            "|---|---:|---:|---:|---:|---:|---:|",
             *(f"| `{name}` | {' | '.join(map(str, row))} |" for name, row in rows.items()),
             "",
             f"Files of tests that take more than {QUICK_S:.0f} s:",

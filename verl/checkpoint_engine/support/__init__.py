@@ -1,4 +1,4 @@
-"""What the rooms of the checkpoint engine stand on: configuration, processes, files, sockets, devices, the terminal.
+"""The lowest layer of the checkpoint engine: configuration, processes, files, sockets, devices, the terminal.
 
-Nothing here knows of weights, and nothing of the project outside of this package.
+No module here handles weights or imports the project outside this package.
 """

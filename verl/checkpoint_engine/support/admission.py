@@ -1,13 +1,13 @@
-"""Who may talk to the listening sockets of this process that a library has opened, which knows no passwords.
+"""Restrict which peers may connect to listening sockets of libraries that check no password.
 
-Mooncake, UCX, gloo and torch's store answer everybody who connects. So their sockets get a packet filter (socket(7),
+Mooncake, UCX, gloo and torch's store answer every peer. So their sockets get a packet filter (socket(7),
 SO_ATTACH_FILTER), which needs no privilege and which connections inherit:
 
     from another host    only if its address is one of the job's
-    from this host       only if the process at the other end is of the same user. A packet does not say that. The
-                         connection is made, but what it sends is thrown away until a thread has looked the user up in
-                         /proc/net/tcp; the peer's kernel sends it again after 200 ms, once per connection
-    otherwise            nothing arrives, also not the first packet of a connection
+    from this host       only if the peer process belongs to the same user. A packet does not show that: the filter
+                         admits the connection, but drops its data until a thread has found the user in
+                         /proc/net/tcp. The peer's kernel sends the data again after 200 ms, once per connection
+    otherwise            the filter drops all packets, also the first of a connection
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dataclasses import dataclass
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 MOST_NETWORKS = 400
-"""Two instructions each; what a socket may take for options is 20 KiB on many kernels. More are widened."""
+"""A filter has at most half as many networks: many kernels limit socket options to 20 KiB. More are widened."""
 LOOK_S = 0.01
 IDLE_LOOK_S = 0.25
-"""A look took 0.03 ms of a process with few files, measured."""
+"""The pause between checks of connections; a check took 0.03 ms in a process with few files."""
 BUSY_S = 2.0
-"""Connections come soon after somebody listens, and seldom alone."""
+"""The time of frequent checks after a socket begins to listen or a peer connects."""
 opening = threading.Lock()
-"""Held while somebody of this process begins to listen: who looks what a library has opened finds nothing else."""
+"""A lock held while any code of this process opens listening sockets, so that each caller finds only its own."""
 
 # Classic BPF (linux/filter.h). Of a TCP packet a filter sees the TCP header on; the IP header is before it.
 _LD_W, _LD_B, _LD_LEN, _TAX = 0x20, 0x30, 0x80, 0x07
@@ -50,26 +50,26 @@ End = tuple[str, int]
 
 @dataclass(frozen=True)
 class Admission:
-    """Whom a process lets in."""
+    """The peers that may connect to a process."""
 
     local: bool = True
-    """Processes of the same user on this host."""
+    """Whether processes of the same user on this host may connect."""
     addresses: tuple[str, ...] = ()
-    """IPv4 addresses of other hosts, or networks (`10.1.0.0/16`)."""
+    """IPv4 addresses of other hosts that may connect, or networks (`10.1.0.0/16`)."""
 
 
 OWN_USER, NOBODY = Admission(), Admission(local=False)
 ANY_HOST = Admission(addresses=("0.0.0.0/0",))
-"""Of this one, the same user all the same."""
+"""All hosts; on this one only the same user."""
 
 
 class Unguarded(RuntimeError):
-    """Strangers could not be kept from a socket. `OSError` is what libraries raise for their own failures."""
+    """A socket could not be guarded. (OSError is left to the libraries' own failures.)"""
 
 
 def program(admission: Admission) -> list[Instruction]:
-    """The filter: `admission` for other hosts; from this one, packets that carry nothing, or none. Pure but for the
-    number of the loopback interface, over which everything comes that this host sends to itself."""
+    """The packet filter: from other hosts those of `admission`; from this one packets without data, or none. It reads
+    the index of the loopback interface, over which all local packets arrive; otherwise pure."""
     loopback = socket.if_nametoindex("lo")
     carries_nothing = [
         (_LD_B, 0, 0, 12),  # the length of the TCP header, in words, is in the upper half
@@ -108,7 +108,7 @@ def _widened(address: str, length: int) -> ipaddress.IPv4Network:
 
 
 def attach(sock: socket.socket, filter_: Sequence[Instruction]) -> None:
-    """Raises Unguarded where the kernel has no such filters."""
+    """Attach the filter to `sock`. Raises Unguarded if the kernel does not support it."""
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in filter_))
     try:
         sock.setsockopt(
@@ -122,21 +122,21 @@ def attach(sock: socket.socket, filter_: Sequence[Instruction]) -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """A line of /proc/net/tcp or tcp6, of the network that this thread is in."""
+    """A line of /proc/net/tcp or tcp6, for this thread's network namespace."""
 
     local: End
     remote: End
     state: int
     uid: int
     inode: int
-    """0: nobody has accepted it yet, or its process has closed it."""
+    """0: it has not been accepted, or its process has closed it."""
 
 
 ESTABLISHED, SYN_RECEIVED, FIN_WAIT_1, TIME_WAIT, LISTENING = 1, 3, 4, 6, 10
 
 
 def connections(ports: Collection[int]) -> list[Connection]:
-    """All of this host, or of this container's network, with one of `ports` at either end."""
+    """All connections of this host's or container's network with one of `ports` at either end."""
     wanted = {f"{port:04X}" for port in ports}
     return [_connection(line) for line in _table() if {line[1][-4:], line[2][-4:]} & wanted]
 
@@ -164,7 +164,7 @@ def _end(text: str) -> End:
 
 
 def sockets_here() -> dict[int, int]:
-    """Descriptors of this process's sockets, by inode."""
+    """Inode to descriptor of this process's sockets."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -175,14 +175,14 @@ def sockets_here() -> dict[int, int]:
 
 
 def listening_here() -> dict[int, End]:
-    """Where this process listens, by inode."""
+    """Inode to local end of the listening sockets of this process."""
     here, listening = sockets_here(), f"{LISTENING:02X}"
     rows = (_connection(line) for line in _table() if line[3] == listening)
     return {row.inode: row.local for row in rows if row.inode in here}
 
 
 def borrowed(inode: int) -> socket.socket | None:
-    """The socket `inode` of this process under a descriptor of its own; None if it is closed."""
+    """A duplicate of this process's socket `inode`; None if it is closed."""
     fd = sockets_here().get(inode)
     if fd is None:
         return None
@@ -211,7 +211,7 @@ def _strangers_at(ports: Collection[int]) -> list[Connection]:
 
 
 class Doorkeeper:
-    """Keeps strangers from listening sockets of this process, for as long as those are open. Used by one thread."""
+    """Guards listening sockets of this process, as long as they are open. Used by one thread."""
 
     def __init__(self, admission: Admission = OWN_USER) -> None:
         self._admission = admission
@@ -226,10 +226,10 @@ class Doorkeeper:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """Guard what begins to listen in this block.
+        """Guard the sockets that begin to listen in this block.
 
-        Raises Unguarded if a stranger has connected before there was a guard: nothing is offered yet, but such a
-        connection would stay. Whatever was made in the block is then to be made anew.
+        Raises Unguarded if a peer that may not connect did so before the guard: its connection would stay open. The
+        caller must then close what the block has made, and try again.
         """
         with opening:
             before = listening_here().keys()
@@ -240,7 +240,7 @@ class Doorkeeper:
                         self.guard(sock)
 
     def guard(self, sock: socket.socket) -> None:
-        """Guard one that does not listen yet, or as `guarding` does."""
+        """Guard one socket, best before it listens; otherwise as `guarding`."""
         self._guard(sock)
         if strangers := _strangers_at([sock.getsockname()[1]]):
             raise Unguarded(f"{strangers[0].remote[0]} connected before the socket was guarded")
@@ -253,10 +253,10 @@ class Doorkeeper:
             self._watch(sock)
 
     def take_over(self, known: Collection[int] = ()) -> None:
-        """Guard everything that this process listens at by now, but for those `known` (inodes).
+        """Guard all listening sockets of this process except the `known` ones (inodes).
 
-        For what a library has opened together with others, which have connected. Of those, strangers are shut out.
-        Where it listens at an IPv6 address it is left alone: filters know other hosts by IPv4 addresses.
+        This is for sockets that a library has opened and to which peers have connected. Connections of peers that may
+        not connect are cut. Sockets at an IPv6 address are not guarded: filters match IPv4 addresses.
         """
         for inode, (host, _) in listening_here().items():
             address = ipaddress.ip_address(host)
@@ -268,7 +268,7 @@ class Doorkeeper:
         self._judge()
 
     def admit(self, admission: Admission) -> None:
-        """From now on; connections that are there stay."""
+        """Set the peers that may connect from now on; existing connections stay."""
         if admission == self._admission:
             return
         self._admission = admission
@@ -280,7 +280,7 @@ class Doorkeeper:
                         self._watch(sock)
 
     def close(self) -> None:
-        """Let nobody of this host in any more. Idempotent."""
+        """Stop admitting peers of this host. Idempotent."""
         if self._closed:
             return
         self._closed = True

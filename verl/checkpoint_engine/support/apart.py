@@ -1,4 +1,4 @@
-"""Calls that block, for coroutines that may be given up: nobody waits for a call that does not come back."""
+"""Blocking calls for coroutines that may be cancelled, which do not wait for a call that never returns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 async def apart(function: Callable[..., T], *arguments: Any) -> T:
-    """What `function` returns or raises, called on a thread of its own.
+    """Call `function` on a thread of its own; return or raise its outcome.
 
-    Who is cancelled goes on at once, and so do the end of the loop and of the process; `asyncio.to_thread` has both
-    wait for the call. It may still come to its end, or not.
+    A cancelled caller continues at once; the loop and the process can end, too, while the call still runs.
+    `asyncio.to_thread` makes both wait for it.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()

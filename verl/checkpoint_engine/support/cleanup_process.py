@@ -1,4 +1,4 @@
-"""What has to happen when a process has ended, also when it was killed and can do nothing itself any more."""
+"""Run a program after a process has ended, even if the process was killed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 class CleanupProcess:
-    """A small process that runs a program when this one ends, however it ends.
+    """A small process that runs a program when this process ends, even if killed.
 
-    It holds the read end of a pipe whose only writer is this process, not its forks, so a SIGKILL reads as end-of-file.
-    It is nobody's child and in a session of its own: a signal to the process group, and Ray when it ends a worker,
-    would take children along.
+    It reads a pipe whose only writer is this process, not its forks, so a SIGKILL reads as end-of-file. It is no child
+    of this process and has its own session: a signal to the process group, and Ray at the end of a worker, would also
+    end children.
     """
 
     def __init__(self, program: Path, *arguments: str, holding: int | None = None) -> None:
-        """`program`: a file with Python for the standard library alone. Its `main` is called with `arguments`, and the
-        lines that were sent. `holding`: a file that it keeps open as long as it lives, for its lock."""
+        """`program`: a Python file that needs the standard library only. Its `main` is called with `arguments` and the
+        lines of `send`. `holding`: a file that the process keeps open for its lock."""
         its_stdin, self._write_end = os.pipe()
         self._read_end, its_stdout = os.pipe()
         subprocess.run(
@@ -51,14 +51,14 @@ class CleanupProcess:
         _open.add(self)
 
     def send(self, line: str) -> None:
-        """Tell the program something. It is read when this process ends."""
+        """Send a line to the program, which reads it when this process ends."""
         os.write(self._write_end, f"{line}\n".encode())
 
     def leave(self) -> None:
-        """Have the program run now, if no other process has this one's end of the pipe; do not wait for it. Idempotent.
+        """Run the program now, without waiting for it, if no other process has this end of the pipe. Idempotent.
 
-        In a fork of this process, such as a DataLoader's worker, it is done at once: for the program it is this process
-        that ends.
+        A fork of this process, such as a DataLoader's worker, calls it at once: the program waits for the end of the
+        original process only.
         """
         if self._write_end >= 0:
             os.close(self._write_end)
@@ -66,7 +66,7 @@ class CleanupProcess:
             self._write_end = -1
 
     def close(self) -> None:
-        """Have the program run now and wait for the process to end. Idempotent."""
+        """Run the program now and wait until its process has ended. Idempotent."""
         if self._write_end >= 0:
             os.close(self._write_end)
             self._write_end = -1

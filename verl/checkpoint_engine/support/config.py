@@ -1,8 +1,8 @@
 """Strict conversion of plain mappings into configuration dataclasses.
 
 Every configuration class of the project is a frozen, keyword-only dataclass whose fields carry a one-line description
-(`option(default, "what it does")`). This module turns what the user wrote into such a class, or says in one error, with
-the full dotted key, what is wrong with it.
+(`option(default, "what it does")`). This module converts the user's values to such a class, or raises one error with
+the full dotted key and the cause of each problem.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """What the user wrote cannot be used. The message names the key, the value and the remedy."""
+    """The user's configuration is invalid. The message names the key, the value and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Which numbers a field takes. All of them are finite."""
+    """The range of a field's numbers, which must be finite."""
 
     least: float | None = None
     above: float | None = None
@@ -43,7 +43,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """`at least 0 and at most 1`; empty where any finite number will do."""
+        """The range in words, `at least 0 and at most 1`; empty without a bound."""
         words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
         limits = dataclasses.asdict(self)
         return " and ".join(f"{word} {limits[name]}" for name, word in words.items() if limits[name] is not None)
@@ -66,10 +66,10 @@ class Section:
 
 
 def option(default: Any, help: str, *, choices: tuple[Any, ...] = (), follows: bool = False, **bounds: float) -> Any:
-    """A dataclass field with a default, a description for the generated reference, and the values it may take.
+    """A dataclass field with a default, a description for the generated reference, and its permitted values.
 
-    `bounds` are those of `Bounds`; in a list they hold for each number. A field that `follows` others is null in YAML,
-    which stands for what they say; `default` is what that is where they have their defaults.
+    `bounds`: those of `Bounds`, in a list for each number. A field that `follows` other options is null in YAML; its
+    value then comes from them, and is `default` if they have their defaults.
     """
     metadata = {"help": help, "choices": choices, "bounds": Bounds(**bounds), "follows": follows}
     if isinstance(default, (list, dict)):
@@ -83,11 +83,11 @@ def section(cls: type[Any], help: str = "") -> Any:
 
 
 LISTED = 40
-"""Names that an error lists whole. Of more it has the nearest three."""
+"""An error lists at most this many known names; of more it names the nearest three."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"`; if no known name is close, all of them, or of many the nearest three."""
+    """`" Did you mean 'x'?"`. Without a close name it lists all known ones, or of many the nearest three."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if close:
@@ -98,7 +98,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def choose_from(word: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'? Known: ..."`: for names of which there are few, all of them are told."""
+    """`" Did you mean 'x'? Known: ..."`, with all names: for options with few names."""
     known = sorted(known)
     near = did_you_mean(word, known)
     return f"{near} Known: {', '.join(known)}." if near.startswith(" Did") else near
@@ -112,9 +112,9 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", problems: list[str] | None = None) -> T:
     """Build `cls` from `values`; `path` is the dotted key of the section, for messages.
 
-    Unknown keys (a line for each, with the nearest known one), a value of the wrong type, a value outside `choices` or
-    `Bounds`, and whatever `__post_init__` of the class rejects are one ConfigError with a line for each; or, with
-    `problems`, are added to that list, and the keys have their defaults.
+    Raises one ConfigError with a line for each problem: an unknown key (with the nearest known one), a value of the
+    wrong type or outside `choices` or `Bounds`, an error of the class's `__post_init__`. With `problems` it adds them
+    to that list instead, and those keys keep their defaults.
     """
     found: list[str] = [] if problems is None else problems
     arguments: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def _not_a_choice(dotted: str, value: Any, choices: tuple[Any, ...], help_text: 
 
 
 def written(value: Any) -> str:
-    """As the user writes it in YAML and on the command line."""
+    """The value as text for YAML and the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""What programs say on the terminal: log records as plain lines, and whether anything may move there."""
+"""Output of programs on the terminal: log records as plain lines, and whether progress bars may be drawn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .package import PACKAGE
 
 
 def log_to_console() -> None:
-    """Show on stderr what the project reports (INFO and up) and what libraries warn about. Called as a program starts.
+    """Log to stderr: the project from INFO on, libraries from WARNING on. Called as a program starts.
 
-    A line is the bare message, behind `warning:` or `error:` where it is one. Every sync has its place in the line of
-    its step, so the checkpoint engine is heard from WARNING on.
+    A line is the bare message, after `warning:` or `error:` for such records. The checkpoint engine logs from WARNING
+    on, because the line of a training step reports its sync.
     """
     handler = _Stderr()
     handler.setFormatter(_Plain())
@@ -25,7 +25,7 @@ def log_to_console() -> None:
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
+    """Write a line to stderr."""
     sys.stderr.write(text + "\n")
 
 
@@ -46,5 +46,5 @@ class _Plain(logging.Formatter):
 
 
 def is_live(console: Console) -> bool:
-    """Whether cursor movement is welcome. rich alone would also say yes to a pipe when FORCE_COLOR is set."""
+    """Whether `console` is a terminal that can move the cursor. rich itself also accepts a pipe with FORCE_COLOR."""
     return console.file.isatty() and not console.is_dumb_terminal

@@ -1,4 +1,4 @@
-"""Which device this process computes on, and what torch calls belong to it. The only file that knows torch_npu."""
+"""The device on which this process computes, and torch's functions for it. The only file that imports torch_npu."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _taken_as_given: ContextVar[bool] = ContextVar("taken_as_given", default=False)
 
 @contextmanager
 def any_device() -> Iterator[None]:
-    """Inside, a device that is named counts as present: what is checked here is to run on another machine."""
+    """In this block, every named device counts as present: it checks a configuration for another machine."""
     token = _taken_as_given.set(True)
     try:
         yield
@@ -35,7 +35,7 @@ def any_device() -> Iterator[None]:
 
 
 def resolve_device(name: str | None = None) -> str:
-    """`name` once it is known and present on this machine; for None the first of cuda, npu, cpu that is present.
+    """Return `name` if it is known and present on this machine; for None the first of cuda, npu, cpu that is present.
 
     Raises ConfigError for an unknown name and for a device that this machine or installation lacks.
     """
@@ -92,7 +92,7 @@ def set_rng_state(device: str, state: dict[str, torch.Tensor]) -> None:
 
 
 def allocated(device: str) -> tuple[int, int]:
-    """Bytes that torch holds on an accelerator now, and its most since the last call. For `MemoryWatch.device`."""
+    """Bytes that torch holds on an accelerator now, and their peak since the last call. For `MemoryWatch.device`."""
     module = device_module(device)
     held: tuple[int, int] = module.memory_allocated(), module.max_memory_allocated()
     module.reset_peak_memory_stats()
@@ -106,7 +106,7 @@ def has_cuda_context() -> bool:
 
 
 def current_device_setter() -> Callable[[], None]:
-    """For another thread, whose current CUDA device is the first until it says otherwise: this thread's."""
+    """A function that gives another thread, which starts with the first CUDA device, this thread's current one."""
     if not has_cuda_context():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())

@@ -16,13 +16,13 @@ def shm_dir() -> Path:
 
 
 def engine_deaths() -> Path | None:
-    """`VERL_ENGINE_DEATHS`, which our own servers set: the file in which their vLLM tells which worker died."""
+    """`VERL_ENGINE_DEATHS`, which our own servers set: the file to which their vLLM writes the worker that died."""
     name = os.environ.get("VERL_ENGINE_DEATHS")
     return Path(name) if name else None
 
 
 def place_on_host() -> tuple[int, int]:
-    """`LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which launchers set: which of a host's ranks this is, and of how many.
+    """`LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which launchers set: this rank's index on its host, and the ranks there.
 
     Default: 0 of 1.
     """
@@ -30,12 +30,12 @@ def place_on_host() -> tuple[int, int]:
 
 
 def ps_p2p_store_rdma_devices() -> str:
-    """`PS_P2P_STORE_RDMA_DEVICES`: RDMA devices of P2P stores, comma-separated. Default: none named."""
+    """`PS_P2P_STORE_RDMA_DEVICES`: RDMA devices of P2P stores, comma-separated. Default: empty."""
     return os.environ.get("PS_P2P_STORE_RDMA_DEVICES", "")
 
 
 def nccl_ib_hca() -> str:
-    """`NCCL_IB_HCA`, as NCCL documents it: which RDMA devices to use. Default: all."""
+    """`NCCL_IB_HCA`, as NCCL documents it: the RDMA devices to use. Default: all."""
     return os.environ.get("NCCL_IB_HCA", "")
 
 
@@ -55,7 +55,7 @@ def local_world_size() -> int | None:
 
 
 def master_address() -> str:
-    """`MASTER_ADDR` and `MASTER_PORT`, where ranks find each other, as `host:port`; empty if one of them is not set."""
+    """`MASTER_ADDR` and `MASTER_PORT`, the address of the ranks' store, as `host:port`; empty if one is not set."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return f"{host}:{port}" if host and port else ""
 
@@ -66,13 +66,13 @@ def torchrun_hosts_store() -> bool:
 
 
 def ps_max_bucket_size_gb() -> float | None:
-    """`PS_MAX_BUCKET_SIZE_GB`: most GiB in one bucket of a ParameterServer. Default: 8 on devices, 0.25 on CPU, and
-    in any case what its largest tensor needs."""
+    """`PS_MAX_BUCKET_SIZE_GB`: the most GiB of a ParameterServer's bucket. Default: 8 on devices, 0.25 on CPU, but at
+    least the largest tensor."""
     return _number("PS_MAX_BUCKET_SIZE_GB", float)
 
 
 def verl_plugins() -> str:
-    """`VERL_USE_EXTERNAL_PLUGINS`: which plugins PyPI's verl loads: auto (all of them), none, or names."""
+    """`VERL_USE_EXTERNAL_PLUGINS`: the plugins that PyPI's verl loads: auto (all of them), none, or names."""
     return os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
 
 

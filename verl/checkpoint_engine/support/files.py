@@ -1,4 +1,4 @@
-"""Making sure that files are there, that they are files, and whose they are."""
+"""Create, read and sync files safely: durable, private, and never through a link or a FIFO of another user."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import stat
 from pathlib import Path
 
 READERS = {"user": 0o077, "group": 0o027, "everyone": 0o022}
-"""Who may read what a process writes: the permissions that its files lack (umask(2)). Nobody else ever may write."""
+"""The umask (umask(2)) for each class of readers of a process's files. Only the user may write."""
 
 
 def keep_private(readers: str = "user") -> None:
-    """Only `readers` may read the files that this process, and those that it starts, make from now on."""
+    """Let only `readers` read the files that this process, and processes that it starts, create from now on."""
     os.umask(READERS[readers])
 
 
 def sync_to_disk(directory: Path) -> None:
-    """The files directly in `directory`, and their names, survive a power failure when this returns."""
+    """Sync the files directly in `directory`, and their names, to disk, so that they survive a power failure."""
     for path in [*directory.iterdir(), directory]:
         if path.is_file() or path == directory:
             handle = os.open(path, os.O_RDONLY)
@@ -28,7 +28,7 @@ def sync_to_disk(directory: Path) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of `path`, which somebody else may have made: not through a link, and without waiting for anybody.
+    """Open `path`, which another user may have made: not through a link, and without blocking on a FIFO.
 
     Raises OSError, also for a directory, a FIFO, a socket, a device or a link.
     """
@@ -40,18 +40,18 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def real(path: Path) -> Path:
-    """Where links lead. One to itself leads nowhere: opening it is an OSError."""
+    """Resolve links. A link to itself stays, and opening it is an OSError."""
     return Path(os.path.realpath(path))
 
 
 def read_regular(path: Path, most_nbytes: int | None = None) -> bytes:
-    """What is in it, at most the first `most_nbytes`. Raises OSError for what is no file; links are followed."""
+    """Read at most `most_nbytes` of a regular file. Follows links. Raises OSError for anything else than a file."""
     with os.fdopen(open_regular(real(path)), "rb") as file:
         return file.read() if most_nbytes is None else file.read(most_nbytes)
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Only this user may read or write it, whatever the umask."""
+    """Write a file that only this user may read or write, for any umask."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""Whether weights are numbers. torch is imported where it is needed."""
+"""Find NaN and infinite weights. It imports torch on use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def extremes(values: torch.Tensor) -> tuple[float, float]:
     """The least and the largest of floating-point `values`, in one pass without a copy; NaN if one of them is NaN.
 
-    (0, 0) if there are none, or they are no floating-point numbers.
+    (0, 0) for no values, and for other dtypes.
     """
     import torch
 
@@ -22,5 +22,5 @@ def extremes(values: torch.Tensor) -> tuple[float, float]:
 
 
 def named_extremes(low: float, high: float) -> str:
-    """For messages."""
+    """The extremes in words, for messages."""
     return "NaN" if low != low else f"values of {low:.3g} to {high:.3g}"

@@ -1,4 +1,4 @@
-"""How a process ends with another that it belongs to."""
+"""End a process together with another one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KILLED_WITHIN_S = 5.0
 
 
 def end_with(pid: int) -> None:
-    """Have this process killed when process `pid` is gone. Idempotent. Does nothing where there are no pidfds.
+    """Kill this process when process `pid` is gone. Idempotent. Does nothing on kernels without pidfds.
 
-    A parent-death signal of the kernel (PR_SET_PDEATHSIG) would follow the thread that started us, which may end before
-    its process does.
+    The kernel's parent-death signal (PR_SET_PDEATHSIG) depends on the thread that started this process, which may end
+    before its process.
     """
     name = f"end-with-{pid}"
     if not hasattr(os, "pidfd_open") or any(thread.name == name for thread in threading.enumerate()):
@@ -33,7 +33,7 @@ def _watch(pid: int) -> None:
 
 
 def kill_children() -> None:
-    """Kill what multiprocessing has started in this process, with all that those have started, and wait for it.
+    """Kill the multiprocessing children of this process and all their descendants, and wait for them.
 
     A parent is killed before its children, so that it starts no others.
     """

@@ -1,4 +1,4 @@
-"""An event loop that goes on while the thread that uses it does something else."""
+"""An event loop on a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Used from one thread. `close` it: whatever still runs is cancelled, and has ended when that returns."""
+    """Runs coroutines for one calling thread. `close` cancels those that still run and waits for their end."""
 
     def __init__(self, name: str) -> None:
         self._loop: asyncio.AbstractEventLoop
@@ -24,21 +24,21 @@ class LoopThread:
         started.wait()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin `work`. The future is done when it has ended, also when it was cancelled (CancelledError)."""
+        """Start `work`. The future is done after `work` has ended, also if it was cancelled (CancelledError)."""
         outcome: Future[T] = Future()
         self._loop.call_soon_threadsafe(self._begin, outcome, work)
         return outcome
 
     def cancel(self, outcome: Future[Any]) -> None:
-        """Ask what `start` began to end."""
+        """Cancel the work of a future of `start`."""
         self._loop.call_soon_threadsafe(self._cancel, outcome)
 
     def cancel_all(self) -> None:
-        """Ask everything that was begun to end; nobody waits for it."""
+        """Cancel all work, without waiting for its end."""
         self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks.values()])
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work`. A Ctrl-C meanwhile cancels it and is raised when it has ended; another one at once."""
+        """Run `work` and wait. A Ctrl-C cancels it and is raised after it has ended; a second one at once."""
         outcome: Future[T] = Future()
         try:  # an interrupt may come at any line
             self._loop.call_soon_threadsafe(self._begin, outcome, work)
@@ -50,7 +50,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Cancel all work, wait for its end, and stop the thread. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()

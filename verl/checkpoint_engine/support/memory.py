@@ -1,4 +1,4 @@
-"""How much memory processes hold, and the most that each phase of their work took. Linux; no torch.
+"""Measure the memory of processes, and its peak in each phase of their work. Linux; no torch.
 
 with memory_watch().during("update_actor"):
     ...
@@ -22,23 +22,23 @@ import psutil
 
 _KIB = re.compile(r"^(VmHWM|VmRSS|RssShmem):\s+(\d+) kB", re.MULTILINE)
 RESET_PEAK = "5"
-"""What Linux takes in /proc/self/clear_refs to begin a new peak."""
+"""Written to /proc/self/clear_refs, it resets Linux's peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes that a process, or a tree of processes, holds; peaks are those of `phase`, or else since it began."""
+    """Bytes that a process, or a tree of processes, holds. Peaks are those of `phase`, or since the process began."""
 
     process: str
-    """`driver`, `trainer-3`, `node-0`, `replica-1`."""
+    """Its name: `driver`, `trainer-3`, `node-0`, `replica-1`."""
     phase: str = ""
     host_nbytes: int = 0
-    """Resident, with what it has touched of memory that it shares, such as an arena."""
+    """Resident memory, with the touched pages of shared memory such as an arena."""
     host_peak_nbytes: int = 0
     shared_nbytes: int = 0
-    """Of `host_nbytes`: in shared memory."""
+    """The part of `host_nbytes` in shared memory."""
     device_nbytes: int = 0
-    """On the accelerator: allocated by torch; of a tree of processes, all that the driver of the device counts."""
+    """Memory of the accelerator: torch's allocations; of a tree of processes, the count of the device's driver."""
     device_peak_nbytes: int = 0
 
     NUMBERS: ClassVar[tuple[str, ...]] = (
@@ -50,12 +50,12 @@ class MemoryUse:
         return tuple(getattr(self, name) for name in self.NUMBERS)
 
     def with_numbers(self, numbers: Iterable[int]) -> MemoryUse:
-        """`numbers` are in the order of NUMBERS."""
+        """A copy with these values, in the order of NUMBERS."""
         changes: dict[str, Any] = dict(zip(self.NUMBERS, numbers, strict=True))
         return replace(self, **changes)
 
     def metrics(self, role: str) -> dict[str, float]:
-        """In GB, as `memory/<role>/...`; zero on a device is left out: there is none."""
+        """The values in GB, as `memory/<role>/...`, without those of the device if its peak is 0."""
         prefix = f"memory/{role}/{self.phase}/" if self.phase else f"memory/{role}/"
         scalars = {"host_gb": self.host_nbytes, "host_peak_gb": self.host_peak_nbytes}
         if self.shared_nbytes:
@@ -66,8 +66,7 @@ class MemoryUse:
 
 
 def most(uses: Iterable[MemoryUse]) -> MemoryUse | None:
-    """The largest number of each kind, over processes of one role and phase; named after the one with the highest
-    peak."""
+    """The maximum of each value over processes of one role and phase, named after the process with the highest peak."""
     known = sorted(uses, key=lambda use: -use.host_peak_nbytes - use.device_peak_nbytes)
     if not known:
         return None
@@ -75,7 +74,7 @@ def most(uses: Iterable[MemoryUse]) -> MemoryUse | None:
 
 
 def resident(pid: int | str = "self") -> Mapping[str, int]:
-    """Bytes by the kernel's names: VmRSS, VmHWM (its peak) and RssShmem. Empty if the process is gone."""
+    """Bytes by the kernel's names: VmRSS, VmHWM (the peak) and RssShmem. Empty if the process is gone."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -84,8 +83,8 @@ def resident(pid: int | str = "self") -> Mapping[str, int]:
 
 
 def tree_use(process: str) -> MemoryUse:
-    """This process and all below it. Memory that several of them share counts once, as much as the largest holds; the
-    peak is the sum of their peaks, which may be of different moments. On a device it is what they hold now."""
+    """The memory of this process and its descendants. Shared memory counts once: the largest share of one process. The
+    peak is the sum of all peaks, which may be of different moments. Device memory is the current one."""
     pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
     found = [held for held in map(resident, pids) if held]
     on_devices = cuda_nbytes_of(pids)
@@ -102,10 +101,10 @@ def tree_use(process: str) -> MemoryUse:
 
 
 def cuda_nbytes_of(pids: Collection[int]) -> int:
-    """What the processes hold on all CUDA devices of this host, as NVML counts it: with contexts and caches.
+    """Bytes of the processes on all CUDA devices of this host by NVML, contexts and caches included.
 
-    0 where there is no NVML (`nvidia-ml-py`, which CUDA engines bring), no device, or where a container keeps NVML from
-    seeing processes by the numbers that they have here.
+    0 without NVML (`nvidia-ml-py`, which CUDA engines install) or a device, and in containers in which NVML reports
+    other process ids.
     """
     try:
         import pynvml
@@ -124,21 +123,21 @@ def cuda_nbytes_of(pids: Collection[int]) -> int:
 
 
 DeviceMemory = Callable[[], tuple[int, int]]
-"""Bytes that torch holds on the device now, and its most since the last call."""
+"""Returns the bytes that torch holds on the device now, and their peak since the last call."""
 
 
 class MemoryWatch:
     """The peaks of one process, in phases that may overlap. Thread-safe.
 
-    The kernel keeps one peak for a process. Whenever a phase begins or ends, all open ones learn it, and a new one
-    begins. Where that is not allowed, peaks are those since the process began.
+    The kernel has one peak per process. When a phase begins or ends, all open phases record it, and it is reset. If the
+    kernel does not allow a reset, peaks are those since the process began.
     """
 
     def __init__(
         self, held: Callable[[], Mapping[str, int]] = resident, reset: Callable[[], None] | None = None
     ) -> None:
         self.device: DeviceMemory | None = None
-        """Set by whoever computes on one."""
+        """Set by code that computes on a device."""
         self._held, self._reset = held, reset or _begin_new_peak
         self._lock = threading.Lock()
         self._open: dict[str, MemoryUse] = {}
@@ -147,7 +146,7 @@ class MemoryWatch:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """The block, also when it raises."""
+        """Record the peak of this block, even if it raises."""
         with self._lock:
             self._look()
             self._open[phase] = replace(self._now(), phase=phase)
@@ -160,7 +159,7 @@ class MemoryWatch:
                     self._ended[phase] = self._open.pop(phase)
 
     def use_of(self, process: str, phase: str) -> MemoryUse:
-        """Of the last block of that name, as that of `process`."""
+        """The use of the last block `phase`, under the name `process`."""
         with self._lock:
             return replace(self._ended.get(phase, MemoryUse(process="", phase=phase)), process=process)
 
@@ -203,5 +202,5 @@ def _begin_new_peak() -> None:
 
 @cache
 def memory_watch() -> MemoryWatch:
-    """That of this process."""
+    """The MemoryWatch of this process."""
     return MemoryWatch()

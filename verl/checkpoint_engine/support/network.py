@@ -11,7 +11,7 @@ from .config import ConfigError
 
 
 def interface_of(address: str) -> str:
-    """The network interface with the IPv4 or IPv6 `address`. Raises ConfigError that lists what there is."""
+    """The network interface with the IPv4 or IPv6 `address`. Raises ConfigError listing the interfaces."""
     interfaces: dict[str, list[str]] = {
         name: [one.address for one in addresses] for name, addresses in psutil.net_if_addrs().items()
     }
@@ -24,10 +24,10 @@ def interface_of(address: str) -> str:
 
 
 def reserve_port(host: str = "") -> socket.socket:
-    """A port of the address `host` (empty: of all addresses) for a process that binds it later.
+    """Reserve a port of the address `host` (empty: all addresses) for a process that binds it later.
 
-    The socket is bound, so that no other process gets the port. It does not listen, so that a store or server with
-    SO_REUSEADDR may bind it as well. Close it once that one listens.
+    The returned socket is bound, so that no other process gets the port. It does not listen, so that a store or server
+    with SO_REUSEADDR can bind it as well. Close the socket after that.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,7 +36,7 @@ def reserve_port(host: str = "") -> socket.socket:
 
 
 def host_addresses() -> tuple[str, ...]:
-    """The IPv4 addresses of this host from which other hosts may see it connect."""
+    """The IPv4 addresses from which this host may connect to others."""
     found = {
         one.address for addresses in psutil.net_if_addrs().values() for one in addresses if one.family == socket.AF_INET
     }

@@ -1,7 +1,7 @@
 """The process of a `CleanupProcess`: `python outliving.py PROGRAM ARGUMENT ...`. The standard library alone.
 
-It is nobody's child and hears no signal that its group gets. When whoever has the other end of its standard input is
-gone, it calls `main` of the file PROGRAM with the arguments, and the lines that it was sent.
+It has its own session, so it gets no signals of its creator's group. When the process at the other end of its standard
+input is gone, it calls `main` of the file PROGRAM with the arguments and the received lines.
 """
 
 import os
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 def program(path: str) -> Callable[[list[str], list[str]], object]:
-    """Its `main`. Read now: the files may be gone when it is called."""
+    """Load `main` of the program now, because its file may be gone when it is called."""
     module = types.ModuleType("cleanup")
     with open(path, encoding="utf-8") as file:
         exec(compile(file.read(), path, "exec"), module.__dict__)

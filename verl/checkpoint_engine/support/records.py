@@ -1,4 +1,4 @@
-"""Files of records that people read after a run: JSON Lines, of which a resumed run goes on with what still counts."""
+"""JSON Lines files of a run's records. A resumed run keeps the records that are still valid and appends to them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MOST_LEVELS = 50
-"""Of lists within lists; what is deeper, or within itself, is told as text."""
+"""The deepest nesting of lists; deeper or recursive values are written as text."""
 
 
 def append(path: Path, records: Iterable[bytes], what: str | None = None) -> None:
-    """Add one line for each of these JSON texts, or nothing: half a line would spoil those that come after it.
+    """Append a line for each JSON text, or none at all: half a line would damage the next one.
 
-    What a full disk has no room for is told, as `what`, and left out. It is no reason to end a run.
+    If the disk is full, it logs a warning about `what`, and the run goes on without these lines.
     """
     lines = [record + b"\n" for record in records]
     if not lines:
@@ -50,8 +50,7 @@ def _write_whole(handle: int, data: bytes) -> None:
 
 
 def encoded(record: Mapping[str, Any]) -> bytes:
-    """As JSON that any reader takes: NaN and infinities are null, numbers of numpy and torch are numbers, and what JSON
-    has no words for is text."""
+    """Encode as standard JSON: NaN and infinities become null, numbers of numpy and torch numbers, other types text."""
     try:
         return json.dumps(record, default=_plain, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError):
@@ -77,7 +76,7 @@ def _simple(value: Any, depth: int = 0) -> Any:
 
 
 def read(path: Path, what: str = "record") -> tuple[list[dict[str, Any]], bool]:
-    """The records in file order, and whether the last line is complete; what a kill cut short is left out.
+    """The records in file order, and whether the last line is complete; an incomplete one is left out.
 
     Raises FileNotFoundError, and ValueError naming the line for anything else that is not an object.
     """
@@ -96,9 +95,9 @@ def read(path: Path, what: str = "record") -> tuple[list[dict[str, Any]], bool]:
 
 
 def carry_over(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Go on with the records of an earlier run that `keep` is true for. If there are others, all stay as `<stem>-<n>`.
+    """Keep the earlier run's records for which `keep` is true. If it drops any, the old file stays as `<stem>-<n>`.
 
-    A file that holds something else is put aside whole, and told: no run fails for it.
+    A file with other content is moved aside with a warning; no run fails for it.
     """
     try:
         found, complete = read(path)
@@ -115,7 +114,7 @@ def carry_over(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def rewrite(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the content of a file; whoever is killed meanwhile has the old one or the new one."""
+    """Replace the content of a file atomically: after a kill it has the old content or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(b"".join(encoded(record) + b"\n" for record in records))
     partial.rename(path)

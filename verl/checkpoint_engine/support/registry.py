@@ -1,4 +1,4 @@
-"""Names that a configuration may use, and what is behind them."""
+"""Registries: names in a configuration, and the functions or classes that they select."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Builtin:
-    """What comes with the project, imported when it is asked for."""
+    """A built-in entry, imported on first use."""
 
     target: str
     """"module:name"."""
     remedy: str = ""
-    """How to install what it needs."""
+    """The command that installs what it needs."""
     package: str | None = None
-    """What must be importable for it, where importing `target` does not show that."""
+    """A package that it needs, if importing `target` does not import it."""
 
 
 class Registry(Generic[T]):
     """Functions or classes by name. `key` is the configuration key that selects one, for messages.
 
-    All are called with the same `arguments`, by keyword, if they are given. `missing` is raised for a built-in one that
+    With `arguments`, every entry must accept these keyword arguments. `missing` is the error for a built-in entry that
     cannot be imported; `hint` ends the message about an unknown name.
     """
 
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
         """By name; `register` adds to it."""
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator. Raises ConfigError if another one has the name; the same one may register again (reload)."""
+        """Decorator. Raises ConfigError if another function has the name; the same one may register again (reload)."""
 
         def decorate(function: T) -> T:
             taken = self.builtin[name].target if name in self.builtin else None
@@ -68,14 +68,14 @@ class Registry(Generic[T]):
         return sorted({*self.builtin, *self.functions})
 
     def require(self, name: str) -> None:
-        """Raises ConfigError for a name that nobody registered, with the nearest one. Imports nothing."""
+        """Raises ConfigError for an unknown name, with the nearest known one. Imports nothing."""
         if name not in self.builtin and name not in self.functions:
             known = choose_from(name, self.names())
             raise ConfigError(f"{self._key}={name!r} is not registered.{known}{self._hint}")
 
     def get(self, name: str) -> T:
-        """Raises ConfigError for a name that nobody registered and for another signature, `missing` for what a built-in
-        one lacks here."""
+        """The entry of `name`. Raises ConfigError for an unknown name or a wrong signature, `missing` if a built-in
+        entry cannot be imported."""
         self.require(name)
         found = self.functions[name] if name in self.functions else self._imported(name, self.builtin[name])
         if self._arguments:
@@ -97,13 +97,13 @@ class Registry(Generic[T]):
 
 
 def imported(target: str) -> Any:
-    """What "module:name" names."""
+    """Import the object named by "module:name"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def require_keywords(function: Callable[..., Any], arguments: Sequence[str], what: str) -> None:
-    """Raises ConfigError unless `function`, which `what` names, can be called with `arguments` by keyword."""
+    """Raises ConfigError, naming `what`, unless `function` accepts the keyword `arguments`."""
     signature = inspect.signature(function)
     try:
         signature.bind(**dict.fromkeys(arguments))

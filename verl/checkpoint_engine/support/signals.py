@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: who handles them, and when they are ignored."""
+"""Handle Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ REPEAT_S = 0.1
 
 
 def end_when_told() -> None:
-    """A scheduler's SIGTERM ends this process as Ctrl-C does: with a KeyboardInterrupt, in order.
+    """Make SIGTERM, which schedulers send, end this process as Ctrl-C does: with a KeyboardInterrupt, in order.
 
-    Python ignores what is raised around a fork and in finalizers. A KeyboardInterrupt there would be lost: it is
-    repeated a moment later. That takes the alarm clock of this process, which is to end anyway.
+    Python drops exceptions around a fork and in finalizers, so the KeyboardInterrupt is repeated a moment later. That
+    uses the alarm of this process, which is ending anyway.
     """
     signal.signal(signal.SIGTERM, _as_ctrl_c)
     sys.unraisablehook = partial(_repeat_interrupt, sys.__unraisablehook__)
 
 
 def end_within(seconds: float, end: Callable[[], NoReturn]) -> None:
-    """Have a thread call `end` so long after the first of either signal, if this process is still there.
+    """Make a thread call `end` after this delay from the first Ctrl-C or SIGTERM, if this process still runs.
 
-    Whatever the main thread waits for then: a call into a library's C code lets no handler of Python run. Called once,
-    on the main thread, after `end_when_told`. Takes the wakeup file descriptor of this process.
+    It works even while the main thread is in a library's C code, which runs no Python handler. Called once, on the main
+    thread, after `end_when_told`. Uses the wakeup file descriptor of this process.
     """
     told, tells = os.pipe()
     os.set_blocking(tells, False)
@@ -50,8 +50,8 @@ def end_within(seconds: float, end: Callable[[], NoReturn]) -> None:
 
 
 def interrupt_main_thread() -> None:
-    """As Ctrl-C does, from another thread; also in a process that ignores Ctrl-C, if SIGTERM ends it as `end_when_told`
-    has it. Does nothing during `uninterrupted`."""
+    """Interrupt the main thread from another thread, as Ctrl-C does. If the process ignores Ctrl-C, this works after
+    `end_when_told`. Does nothing during `uninterrupted`."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     number = signal.SIGTERM if ignored and signal.getsignal(signal.SIGTERM) is _as_ctrl_c else signal.SIGINT
     signal.pthread_kill(threading.main_thread().ident or 0, number)
@@ -73,8 +73,8 @@ def _repeat_interrupt(report: Callable[[Any], None], ignored: Any) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Have neither raise anything during the block, which has to be short: people press Ctrl-C twice, and half an
-    ending is none. `end_within` counts from them nevertheless.
+    """Ignore both signals in this block, which must be short: a second Ctrl-C would interrupt the clean-up.
+    `end_within` still counts from them.
 
     Does nothing outside the main thread.
     """
@@ -84,11 +84,10 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def ending_at_once(end: Callable[[], NoReturn]) -> Iterator[None]:
-    """Both call `end` in the block, wherever the main thread is, and raise nothing: for libraries that go on after a
+    """In this block, both signals call `end` at once and raise nothing, for libraries that continue after a
     KeyboardInterrupt. An ignored SIGINT stays ignored.
 
-    `end` is called between any two instructions, also in the middle of a write to stderr. Does nothing outside the main
-    thread.
+    `end` may run between any two instructions, even within a write to stderr. Does nothing outside the main thread.
     """
 
     def handle(_signal: int, _frame: FrameType | None) -> None:

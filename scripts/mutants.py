@@ -114,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for place, one in found.items():
         if not one["found_by"]:
             print(f"survived: {place.file}:{place.line} {place.operator}: {one['was']}  ->  {one['now']}")
-    told = table(packages, found, usual)
+    asked = f"{options.sample} places, seed {options.seed}; {options.seconds:g} s of tests (`{options.mark}`) for each."
+    told = f"{asked}\n\n{table(packages, found, usual)}"
     print(f"{told}\nall of it: {kept.relative_to(ROOT)}")
     if options.page:
         PAGE.write_text(BEGIN + told)
@@ -621,9 +622,11 @@ def result(
 
 BEGIN = """# Mutants
 
-Which faults the quick tests find, and which files of tests find them: for people who add or remove tests. Cosmic Ray
-changes one place of the code, and the tests that reach it run, as far as the seconds for a mutant go.
-`make mutants PACKAGE="..." ARGS=--page` writes this page.
+Which faults tests find, and which long files of tests find some that no other does: for people who add or remove tests.
+`make mutants PACKAGE="..." ARGS=--page` writes this page. Cosmic Ray changes one place of the code, and the tests that
+reach it run, quick files first, until two files are red. A survivor is a fault that nobody would see, or a change
+without an effect, such as a shorter timeout. Jobs, which start engines or Ray, are not among the tests unless they are
+asked for: most of what only they run survives here.
 
 """
 

@@ -85,7 +85,9 @@ async def test_what_a_backend_does_wrong_aborts_the_sync_and_is_said(
     async with fleet_of(tensors, tmp_path, kwargs={"wrong": wrong}) as fleet:
         with pytest.raises(SyncAborted, match=message) as raised:
             await fleet.manager.update_weights(1)
-        assert isinstance(raised.value.__cause__, IntegrityError if wrong == "bit" else TransportError)
+        cause = raised.value.__cause__
+        assert isinstance(cause, IntegrityError if wrong == "bit" else TransportError)
+        assert (cause.version, cause.member) == (1, "trainer-0" if wrong == "raises" else "node-0")
 
 
 async def test_a_backend_that_does_not_end_is_given_up_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,6 +92,7 @@ def test_what_is_rejected_has_no_part_in_the_loss_but_counts_as_it_did():
     assert torch.allclose(gradient, torch.tensor([[-2.0, 0.0], [3.0, 0.0]]) / 3)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+    assert metrics["actor/ppo_kl"] == pytest.approx(-(math.log(2.0) + math.log(1.5)) / 2)  # of those that are kept
 
 
 @pytest.mark.parametrize("mode", MODES)

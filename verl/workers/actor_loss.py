@@ -1,4 +1,4 @@
-"""The loss that an actor worker minimises, put together from `verl.workers.losses` as the configuration says."""
+"""The loss that an actor worker minimises, composed of `verl.workers.losses` by the configuration."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ class Corrected(NamedTuple):
     """[B, R]: the tokens to learn from, of the dtype of `response_mask`."""
     weights: torch.Tensor | None
     metrics: dict[str, float | torch.Tensor]
-    """Shares of the mini-batch's."""
+    """Metrics, as shares of the mini-batch's."""
     learned: float
-    """So many tokens are in the mask,"""
+    """The number of tokens in the mask."""
     written: float
-    """and so many were there."""
+    """The number of tokens before rejection."""
 
     def of_kept(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Sums over the tokens that are kept, divided by all, as means over those that are kept."""

@@ -1,4 +1,4 @@
-"""A trainer rank that holds a part of the critic beside its part of the policy."""
+"""The worker of a trainer rank that holds a part of the critic beside its part of the policy."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ActorCriticWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     @record_function("compute_values")
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values`, float32 [B, R]: what is expected before each token of the response."""
+        """`values`, float32 [B, R]: the expected return before each token of the response."""
         with self.own_time.during("values"):
             values = self.critic.compute_values(data, limits=self._critic_limits())
         return DataProto.from_dict(tensors={"values": values})

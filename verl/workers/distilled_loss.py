@@ -1,4 +1,4 @@
-"""The loss of an actor worker that learns from a teacher: beside the policy loss, or in its place."""
+"""The loss of an actor worker that learns from a teacher: added to the policy loss, or instead of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from verl.workers.losses.distillation import forward_kl_topk, reverse_kl
 from verl.workers.losses.policy import token_share
 
 TEACHER_LOG_PROBS = "teacher_log_probs"
-"""Tensor of a batch: what the teacher says about the tokens of the response, float32 [B, R];"""
+"""Tensor of a batch: the teacher's log-probs of the response's tokens, float32 [B, R]."""
 TEACHER_CANDIDATE_LOG_PROBS = "teacher_candidate_log_probs"
-"""and about `CANDIDATES`, its likeliest tokens, float32 [B, R, K]."""
+"""Tensor of a batch: its log-probs of `CANDIDATES`, its likeliest tokens, float32 [B, R, K]."""
 PREFIX = "actor/distillation/"
 
 
 class DistilledLoss:
-    """A `verl.workers.engine.base.LossFunction`. Reads what `ActorLoss` does, and what teachers say."""
+    """A `verl.workers.engine.base.LossFunction`. Reads the tensors of `ActorLoss` and the teachers' log-probs."""
 
     def __init__(
         self, config: ActorConfig, distillation: DistillationLossConfig, correction: RolloutCorrectionConfig | None

@@ -68,7 +68,7 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def is_bounds(self) -> tuple[float | None, float]:
-        """(lower, upper) of importance weights; without a lower bound they are truncated."""
+        """(lower, upper) bounds of importance weights. Without a lower bound the weights are truncated."""
         name = "rollout_is_threshold"
         lower, upper = _bounds(self.rollout_is_threshold, name)
         if upper <= 0:

@@ -9,10 +9,10 @@ from typing import Any
 from verl.utils.config import ConfigError, Section, from_mapping, option, section
 
 ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Of the KL divergence from the teacher, by the one token that was sampled."""
+"""Estimators of the KL divergence from the teacher by the sampled token."""
 FORWARD_KL_TOPK = "forward_kl_topk"
 ONLY_TEACHER = "teacher_model"
-"""The name of a teacher that is alone, in verl's files."""
+"""The name of a single teacher in verl's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class DistillationLossConfig(Section):
 
     @property
     def num_candidates(self) -> int:
-        """Tokens that a teacher has to tell about, beside the one that was sampled."""
+        """The number of candidate tokens that a teacher scores beside the sampled one."""
         return self.topk if self.uses_topk else 0
 
 
@@ -124,7 +124,7 @@ class DistillationConfig(Section):
 
     @cached_property
     def teachers(self) -> dict[str, TeacherConfig]:
-        """By name. Raises ConfigError with a line for everything that is wrong with them."""
+        """The teachers by name. Raises ConfigError with a line for each problem."""
         path, problems = "distillation.teacher_models", list[str]()
         found: dict[str, TeacherConfig] = {}
         for name, values in self.teacher_models.items():

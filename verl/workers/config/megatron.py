@@ -81,6 +81,6 @@ class RefMegatronConfig:
     expert_tensor_parallel_size: int | None = option(None, "null: the actor's", least=1)
 
     def differences(self, actor: MegatronConfig) -> list[str]:
-        """`key=value` of what is stated here and is not as `actor` has it."""
+        """`key=value` of each key that is set here to another value than `actor` has."""
         stated = {field.name: getattr(self, field.name) for field in fields(self)}
         return [f"{key}={value}" for key, value in stated.items() if value not in (None, getattr(actor, key))]

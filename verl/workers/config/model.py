@@ -78,26 +78,26 @@ class HFModelConfig:
         require_no_random(self.override_config, self.dropout)
 
     def at(self, directory: Path) -> HFModelConfig:
-        """The same model in a local directory: what engines get for a name or for a path of the user's."""
+        """This configuration with the model's local directory as its path, for engines."""
         return replace(self, path=str(directory))
 
     @property
     def drops(self) -> bool:
-        """Updates drop what the config of the model says."""
+        """Whether updates use the dropout of the model's config."""
         return self.dropout == KEEP
 
     @property
     def is_of_transformers(self) -> bool:
-        """No code of others builds or changes it."""
+        """Whether only transformers' code builds the model."""
         return not self.trust_remote_code and self.external_lib is None
 
     @property
     def sends_adapters(self) -> bool:
-        """A sync moves the adapters alone; the rollout engines have the other weights from `path`."""
+        """Whether a sync moves only the adapters; rollout engines load the other weights from `path`."""
         return self.lora_rank > 0 and not self.lora.merge
 
 
 def require_padding_removed(required: bool, used: bool | None) -> None:
-    """Raises ConfigError for one without the other."""
+    """Raises ConfigError if only one of the two options is set."""
     if required and not used:
         raise ConfigError("require_remove_padding=true needs use_remove_padding=true")

@@ -36,7 +36,7 @@ class GlobalProfilerConfig:
     )
 
     def nsight(self, directory: str) -> dict[str, str] | None:
-        """What Ray starts the trainer ranks under, with reports in `directory`; None: nothing."""
+        """The nsys options with which Ray starts the trainer ranks, with reports in `directory`; None without nsys."""
         if self.tool != "nsys" or not self.steps:
             return None
         options = {"capture-range-end": f"repeat-shutdown:{len(self.steps)}", "o": f"{directory}/process_%p"}

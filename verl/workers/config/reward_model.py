@@ -1,4 +1,4 @@
-"""What a reward model is: its files, its machines, the engine that serves it."""
+"""The sections of a reward model: its files, its machines, the engine that serves it."""
 
 from __future__ import annotations
 

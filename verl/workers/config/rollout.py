@@ -180,16 +180,16 @@ class RolloutConfig(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Data-parallel ranks of one replica: more than 1 where its experts are dealt out over them, too."""
+        """The data-parallel ranks of one replica: more than 1 if they share its experts."""
         return self.data_parallel_size if self.expert_parallel_size > self.tensor_model_parallel_size else 1
 
     @property
     def replica_ranks(self) -> int:
-        """All ranks of one replica."""
+        """The number of all ranks of one replica."""
         return self.tensor_model_parallel_size * self.data_ranks
 
     def why_not_dealt(self) -> str | None:
-        """What is wrong with `expert_parallel_size`, if anything."""
+        """The problem with `expert_parallel_size` in words; empty if there is none."""
         tensor, data, experts = self.tensor_model_parallel_size, self.data_parallel_size, self.expert_parallel_size
         if experts in (1, tensor, tensor * data):
             return None

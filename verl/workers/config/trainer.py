@@ -155,9 +155,9 @@ class TrainerConfig:
 
     @property
     def fewer_ranks(self) -> list[tuple[int, int]]:
-        """(hosts, ranks on each) with fewer ranks than there are, and no fewer than `min_ranks`; the most come first.
+        """(hosts, ranks on each) for fewer ranks, at least `min_ranks`, in descending order.
 
-        Whole hosts leave before ranks of the last one do.
+        Whole hosts leave before ranks of the last host do.
         """
         if self.min_ranks is None:
             return []
@@ -195,5 +195,5 @@ class PPOConfig:
 
     @property
     def profile_directory(self) -> str:
-        """Where traces of trainer ranks go, on the machine of each."""
+        """The directory of trainer ranks' traces, on the machine of each rank."""
         return str(Path(self.global_profiler.save_path or Path(self.trainer.output_dir) / "profile").absolute())

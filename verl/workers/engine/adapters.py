@@ -1,4 +1,4 @@
-"""Which layers get LoRA adapters, how the parts of one are called, how they begin and are written. Alone knows peft.
+"""LoRA adapters: their layers, names, initial values and files. The only module that imports peft.
 
 A layer that computes x W' gets (B A) scale added to its W, with A [rank, inputs] and B [outputs, rank].
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.model"
 BASE = ".base_layer."
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
-"""How peft names the parts of what was `<layer>.weight`."""
+"""peft's names for the adapter of `<layer>.weight`."""
 
 
 def add_adapters(model: PreTrainedModel, config: HFModelConfig) -> list[str]:
@@ -96,15 +96,15 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def base_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the model without adapters, under the names that they have there."""
+    """The tensors of the model without adapters, under their names in that model."""
     return {name.replace(BASE, "."): tensor for name, tensor in tensors.items() if not is_adapter(name)}
 
 
 @torch.no_grad()
 def initialize(tensors: Mapping[str, HeldTensor], seed: int) -> None:
-    """As peft does: A uniform, B zero. The same for any cut of the model, if `tensors` are in the model's order.
+    """Initialise as peft does: A uniform, B zero. Values do not depend on how the model is sharded.
 
-    `tensors` is what this rank holds, by the names that all ranks have.
+    `tensors`: this rank's parts, in the model's order, under the names of all ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
@@ -119,7 +119,7 @@ def initialize(tensors: Mapping[str, HeldTensor], seed: int) -> None:
 
 
 def in_peft(name: str) -> str:
-    """What a file of peft's calls a part of an adapter."""
+    """The name of an adapter's part in a file of peft."""
     return f"base_model.model.{name.replace('.default.', '.')}"
 
 

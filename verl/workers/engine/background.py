@@ -1,4 +1,4 @@
-"""Training checkpoints that are written while their rank trains on: `checkpoint.async_save`."""
+"""Write training checkpoints while their rank trains on: `checkpoint.async_save`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from verl.workers.engine.checkpoint_files import Loan, write_state
 logger = logging.getLogger(__name__)
 
 MOST_OF_FREE = 0.5
-"""Of the host's free memory: the rest is for what a run allocates later."""
+"""The most of the host's free memory to use: the run allocates from the rest later."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one or several checkpoints took."""
+    """The time of one or several checkpoints."""
 
     background_s: float = 0.0
-    """To copy and to write them."""
+    """Seconds to copy and to write them."""
     waited_s: float = 0.0
-    """For which an optimizer step waited until the state before it was copied."""
+    """Seconds that optimizer steps waited for the copy of the state before them."""
 
 
 class BackgroundWriter:
-    """Of one rank: copies its part of a state into host memory, and writes it from there, one state after the other.
+    """Copies one rank's part of a state into host memory, and writes it from there, one state at a time.
 
-    Made on every rank, between the same collectives. Its thread has a process group of its own. Used on the rank's
-    thread, but for `written`.
+    Made on every rank, between the same collectives. Its thread has its own process group. Used on the rank's thread,
+    except `written`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BackgroundWriter:
         self._waited_s = 0.0
 
     def write(self, directory: Path, state: dict[str, Any]) -> None:
-        """Begin to. `state` is borrowed until `await_copied` returns."""
+        """Begin to write a state. `state` is borrowed until `await_copied` returns."""
         loan = Loan(self._may_copy)
 
         def work() -> float:
@@ -66,7 +66,7 @@ class BackgroundWriter:
             self._writing.append(self._thread.submit(work))
 
     def await_copied(self) -> None:
-        """Return when no state is borrowed any more. Raises TransportTimeout."""
+        """Wait until no state is borrowed any more. Raises TransportTimeout."""
         loans, self._loans = self._loans, []
         began = time.monotonic()
         for loan in loans:
@@ -77,7 +77,7 @@ class BackgroundWriter:
         self._waited_s += time.monotonic() - began
 
     async def written(self) -> Written:
-        """When all that was begun is on disk, on all ranks. Raises what writing raised."""
+        """Wait until all states are on disk, on all ranks. Raises the error of a write."""
         writing, self._writing = self._writing, []
         for one in writing:
             await asyncio.wait([asyncio.wrap_future(one)])

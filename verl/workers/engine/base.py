@@ -1,4 +1,4 @@
-"""What workers ask of a training engine, and what an engine asks of a loss. Nothing here knows FSDP."""
+"""The interfaces of training engines and losses, independent of FSDP and Megatron."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 ROUTES = "routed_experts"
-"""Tensor of a batch: the experts of its tokens, as `RecordsRoutes` tells them."""
+"""Tensor of a batch: the experts of its tokens, in the form of `RecordsRoutes`."""
 UNKNOWN_EXPERT = -1
-"""In the place of an expert there: the router chooses."""
+"""The value in `ROUTES` that lets the router choose."""
 CANDIDATES = "candidates"
-"""Tensor of a batch, integers [B, R, K]: tokens that a loss has to know about, in the place of each of a response."""
+"""Tensor of a batch, integers [B, R, K]: K candidates for each token of a response, whose log-probs a loss needs."""
 CANDIDATE_LOG_PROBS = "candidate_log_probs"
-"""Where an engine leaves their log-probs in a micro-batch with `CANDIDATES` before it calls the loss: float32 [b, R, K]
-with gradients, 0 on padding. The FSDP engines do."""
+"""Tensor that FSDP engines add to a micro-batch with `CANDIDATES` before they call the loss: their log-probs, float32
+[b, R, K] with gradients, 0 on padding."""
 
 
 class LossFunction(Protocol):
@@ -37,12 +37,12 @@ class LossFunction(Protocol):
         micro_batch: DataProto,
         totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
-        """The share of `micro_batch` in the loss of the mini-batch, and its share in the metrics.
+        """Return the share of `micro_batch` in the loss and the metrics of the mini-batch.
 
         `log_prob` and `entropy` are float32 [b, R] with gradients, 0 where `attention_mask` is 0; `entropy` is None
-        unless the engine was asked for it. The loss is a scalar. Loss and metrics are divided by `totals` (those of
-        the mini-batch over all ranks), not by the counts of `micro_batch`: the engine adds them up over micro-batches
-        and ranks. Every call returns the same metric names.
+        unless the engine computes it. The loss is a scalar. Loss and metrics are divided by `totals` (those of the
+        mini-batch over all ranks), not by the counts of `micro_batch`: the engine sums them over micro-batches and
+        ranks. Every call returns the same metric names.
         """
 
 
@@ -73,44 +73,44 @@ class TrainEngine(Protocol):
         """One optimizer step on the mini-batch of which `data` is this rank's part. Metrics are equal on every rank."""
 
     def step_lr(self) -> float:
-        """Advance the learning-rate schedule by one training step; the rate that was in force."""
+        """Advance the learning-rate schedule by one training step; return the previous rate."""
 
     def save_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
         """Write `contents` (model, optimizer, extra, hf_model) to `directory`, durably, before any rank returns."""
 
     def load_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
-        """The inverse, also with another number of ranks."""
+        """The inverse of `save_checkpoint`, with any number of ranks."""
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
-        """Write a Hugging Face model directory, at `dtype` or that of the parameters."""
+        """Write a Hugging Face model directory in `dtype`, by default that of the parameters."""
 
     def weight_source(self, rollout_dtype: str = "bfloat16", kept_wide: Collection[str] = ()) -> WeightSource:
         """The parts of the weights that this rank holds, for the checkpoint engine. Not a collective.
 
-        `rollout_dtype` is not for what the checkpoint or transformers keeps wider, nor for `kept_wide`.
+        `rollout_dtype` does not apply to tensors that the checkpoint or transformers keeps wider, nor to `kept_wide`.
         """
 
 
 @runtime_checkable
 class RecordsRoutes(Protocol):
-    """An engine that takes `ROUTES` of a batch for the experts of its tokens, and tells them where a batch has none."""
+    """An engine that uses `ROUTES` of a batch as the experts of its tokens, and records them for a batch without."""
 
     def take_routes(self) -> torch.Tensor | None:
-        """Of the rows of the last `compute_log_prob`, once: int16 [B, P+R, layers, experts per token], -1 on padding.
+        """The routes of the last `compute_log_prob`, once: int16 [B, P+R, layers, experts per token], -1 on padding.
 
-        None: they were given, or experts are chosen anew in every pass.
+        None if the batch had routes, or routers choose in every pass.
         """
 
 
 class ValueEngine(TrainEngine, Protocol):
-    """A critic: where other engines have log-probs, it has values."""
+    """The engine of a critic, with values instead of log-probs."""
 
     def compute_values(self, data: DataProto, *, limits: MicroBatchLimits) -> torch.Tensor:
-        """Of the state before each token of `responses`: float32 [B, R] on the CPU, 0 on padding. A collective."""
+        """Values of the states before tokens of `responses`: float32 [B, R] on the CPU, 0 on padding. A collective."""
 
 
 class TrainEngineFactory(Protocol):
-    """What `TrainEngineRegistry` holds: usually a class. Called on every rank; `build` comes later."""
+    """An entry of `TrainEngineRegistry`: usually a class. Called on every rank, which then calls `build`."""
 
     def __call__(
         self,
@@ -125,6 +125,6 @@ class TrainEngineFactory(Protocol):
     ) -> TrainEngine:
         """An engine on `device`. Without `optim_config` it is frozen: a reference policy.
 
-        The thread that trains calls `before_step` last thing before an optimizer step changes weights. It returns when
-        nothing is being copied out of them.
+        The training thread calls `before_step` immediately before an optimizer step changes weights. It returns when no
+        copy of the weights is running.
         """

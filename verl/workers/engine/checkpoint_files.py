@@ -1,4 +1,4 @@
-"""Files of torch DCP: read without running code of theirs, written only where there is room. All are collectives."""
+"""Read files of torch DCP without running code in them, and write them if the disk has room. All are collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from verl.utils.disk import DiskFull, full_disk_told, is_of_full_disk, require_s
 from verl.utils.file_digests import damaged, write_digests
 
 METADATA_FILE = ".metadata"
-"""Written last by torch DCP: its presence says that the checkpoint is complete."""
+"""Written last by torch DCP: its presence shows that the checkpoint is complete."""
 _DCP = "torch.distributed.checkpoint"
 _DATA = {
     *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata")),
@@ -46,10 +46,10 @@ _DATA = {
 
 @dataclass(frozen=True)
 class Loan:
-    """A state that changes once it is given back."""
+    """A borrowed state, which the trainer changes after its return."""
 
     may_copy: Callable[[int], bool]
-    """Whether host memory has room for so many bytes. If not, the state is given back when it is written."""
+    """Whether host memory has room for this many bytes. If not, the state is returned after it is written."""
     returned: threading.Event = field(default_factory=threading.Event)
 
 
@@ -75,7 +75,7 @@ def write_state(
 
 
 def read_state(directory: Path, state: dict[str, Any]) -> None:
-    """Fill `state`. Raises ConfigError for files that are not what was written, or not what their metadata say."""
+    """Fill `state`. Raises ConfigError for files that have changed since they were written, or contradict metadata."""
     _require_undamaged(directory)
     try:
         load(state, storage_reader=_Reader(directory), planner=_LoadPlanner())

@@ -1,4 +1,4 @@
-"""Ranks that compute on one copy of the model together. Collectives of their group, on CPU tensors."""
+"""Collectives of the ranks that compute on one copy of the model together, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from verl.protocol import DataProto, tensors_of
 
 
 def gather_rows(data: DataProto, group: dist.ProcessGroup | None) -> tuple[DataProto, slice]:
-    """The rows of all ranks of `group`, and which of them are this rank's; None is a rank that is alone.
+    """Gather the rows of all ranks of `group`; returns them and the slice of this rank. None: a single rank.
 
-    The driver gives every rank of the trainer an equal part of a batch, whatever the strategy; the ranks of one copy
-    put theirs together and compute them together.
+    The driver gives every rank of the trainer an equal part of a batch. The ranks of one copy of the model join their
+    parts and compute them together.
     """
     rows = len(data)
     num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -36,9 +36,9 @@ def gather_rows(data: DataProto, group: dist.ProcessGroup | None) -> tuple[DataP
 
 @contextmanager
 def same_draws(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """In this block torch draws the same random numbers on all ranks of `group`; afterwards each goes on with its own.
+    """In this block torch draws the same random numbers on all ranks of `group`; then each continues with its own.
 
-    What the first of them draws next decides which, so that a run that is continued draws what it would have drawn.
+    The first rank's next draw is the seed, so that a resumed run draws the same numbers.
     """
     if group is None:
         yield

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer decays."""
+"""The parameters to which an optimizer applies weight decay."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from verl.workers.config.optim import OptimizerConfig
 def decay_groups(
     named: Iterable[tuple[str, torch.Tensor]], config: OptimizerConfig, num_dims: Mapping[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups of an AdamW, in the order of `named`: one, or those that decay and those that do not.
+    """Parameter groups of an AdamW, in the order of `named`: one, or one with and one without weight decay.
 
-    With `decay_norms_and_biases=false` what is called a bias, or has one dimension, does not decay. `num_dims`: of the
-    whole tensors, where a rank holds flat parts.
+    With `decay_norms_and_biases=false` parameters that are named bias or have one dimension do not decay. `num_dims`:
+    the dimensions of whole tensors, for ranks that hold flat parts.
     """
     decayed: list[torch.Tensor] = []
     spared: list[torch.Tensor] = []

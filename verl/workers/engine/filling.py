@@ -1,4 +1,4 @@
-"""Giving a trainer rank its part of a checkpoint, and proving at the end of a build that the rank still holds it."""
+"""Fill a trainer rank with its part of a checkpoint, and check at the end of a build that the rank still holds it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from verl.workers.hf.checkpoint import HFCheckpoint
 
 BLOCK_NBYTES = 2**20
-"""What is cast, digested and copied at a time: a core's cache has it."""
+"""Bytes that are cast, digested and copied at a time: a core's cache holds them."""
 MAX_NAMES_IN_MESSAGE = 20
 
 
 @dataclass(frozen=True)
 class Filled:
-    """What this rank was given."""
+    """The digests of the values with which this rank was filled."""
 
     digests: tuple[tuple[str, Part, int], ...]
     """(tensor, part, xxh3 of the file's bytes of this part, cast to the dtype in which they are held)"""
 
     @torch.no_grad()
     def require(self, what: str) -> None:
-        """Raises PlanError that names every tensor of which this rank does not hold the file's values any more."""
+        """Raises PlanError naming every tensor of which this rank does not hold the file's values any more."""
         wrong = {name: None for name, part, expected in self.digests if _digest(_blocks(part.values())) != expected}
         if wrong:
             names = ", ".join(list(wrong)[:MAX_NAMES_IN_MESSAGE])
@@ -42,7 +42,7 @@ class Filled:
 
 @torch.no_grad()
 def fill(tensors: Mapping[str, HeldTensor], checkpoint: HFCheckpoint, *, zero: Collection[str] = ()) -> Filled:
-    """Read what this rank holds of `tensors`, cast to the dtype in which it is held. Those in `zero` become 0."""
+    """Read this rank's parts of `tensors`, cast to the dtype in which it holds them. Those in `zero` become 0."""
     digests = []
     for name, tensor in tensors.items():
         for part in tensor.parts:

@@ -12,7 +12,7 @@ from verl.protocol import DataProto, tensors_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLimits:
-    """How large a micro-batch may be. None: no limit of that kind."""
+    """The limits of a micro-batch; None: no limit."""
 
     max_sequences: int | None = None
     max_tokens: int | None = None
@@ -25,7 +25,7 @@ class MicroBatchLimits:
 
     @classmethod
     def choose(cls, *, dynamic: bool, max_tokens: int, max_sequences: int | None) -> MicroBatchLimits:
-        """From the configuration's triple: a token budget when `dynamic`, else a number of sequences."""
+        """Limits from three options: a number of tokens if `dynamic`, else a number of sequences."""
         return cls(max_tokens=max_tokens) if dynamic else cls(max_sequences=max_sequences)
 
 
@@ -42,7 +42,7 @@ def sequence_widths(data: DataProto) -> list[tuple[int, int]]:
 
 
 def sequence_lengths(data: DataProto) -> list[int]:
-    """Of every sequence: one more than the furthest position of a token that is attended to."""
+    """The length of every sequence: its largest position of an attended token, plus one."""
     batch = tensors_of(data)
     positions: list[int] = batch["position_ids"].masked_fill(~batch["attention_mask"].bool(), 0).amax(1).tolist()
     return [position + 1 for position in positions]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class BuiltinEngine(Builtin):
     is_megatron: bool = False
-    """Made from the section `megatron`; all others, also those that are registered, from `fsdp_config`."""
+    """Whether its section is `megatron`; that of all others, registered ones included, is `fsdp_config`."""
     check: str | None = None
     """Called on the driver with that section, the model, the number of ranks, their device, and the number of labels.
 
@@ -36,11 +36,11 @@ BUILTIN = {
     ),
 }
 TrainEngineRegistry: Registry[TrainEngineFactory] = Registry("actor_rollout_ref.actor.strategy", builtin=BUILTIN)
-"""`actor_rollout_ref.actor.strategy` -> what makes the engine of a rank. `register` adds one of the user's own."""
+"""`actor_rollout_ref.actor.strategy` -> factory of a rank's engine. `register` adds a user's engine."""
 
 
 def new_engine(name: str, *, fsdp: FSDPConfig, megatron: MegatronConfig, **options: Any) -> TrainEngine:
-    """An engine of that name from its own one of the two sections, and `options` for its factory."""
+    """Make the engine of that name from its section, with `options` for its factory."""
     is_megatron = name in BUILTIN and BUILTIN[name].is_megatron
     section = {"megatron_config": megatron} if is_megatron else {"fsdp_config": fsdp}
     engine: TrainEngine = TrainEngineRegistry.new(name, **section, **options)
@@ -57,11 +57,11 @@ def check_engine(
     device: str,
     labels: int = 0,
 ) -> None:
-    """Whether such engines can hold the model in the local directory `model.path`, before any is made.
+    """Check, before any engine exists, that these engines can hold the model in the local directory `model.path`.
 
-    `labels`: how many numbers for every token a critic has; 0 for a policy.
+    `labels`: the numbers per token of a critic; 0 for a policy.
 
-    Raises ConfigError for what can be known to fail on this machine.
+    Raises ConfigError for problems that this machine can detect.
     """
     if name in BUILTIN and (check := BUILTIN[name].check):
         section = megatron if BUILTIN[name].is_megatron else fsdp

@@ -1,4 +1,4 @@
-"""What training changes of what a rank holds, as tensors, for checkpoints in memory."""
+"""The state of a rank that training changes, as tensors, for checkpoints in memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a part of a snapshot's tensor is of a tensor of the whole model."""
+    """The place of a part of a snapshot's tensor in a tensor of the whole model."""
 
     tensor: str
     box: Box
-    """Of that tensor. Two places of one tensor, on whatever ranks, have equal boxes or none of their elements in
-    common."""
+    """The box in that tensor. Two places of one tensor, on any ranks, have equal or disjoint boxes."""
     within: Box
-    """Where these elements are in the snapshot's tensor, in the same order."""
+    """The index of these elements in the snapshot's tensor, in the same order."""
 
 
 Places = Mapping[str, Sequence[Place]]
-"""By the names of a snapshot."""
+"""Names of a snapshot to the places of their tensors."""
 
 
 @runtime_checkable
@@ -34,13 +33,13 @@ class Rememberable(Protocol):
     """A training engine whose state can be kept in memory."""
 
     def snapshot(self) -> State:
-        """All that training changes of what this rank holds, under the same names at any time. No collective.
+        """The state of this rank that training changes, always under the same names. Not a collective.
 
         Tensors are borrowed: their values stay until the engine calls `before_step`. Small ones may be copies.
         """
 
     def restore(self, saved: State) -> None:
-        """The inverse, in an engine that was built alike. A collective.
+        """The inverse of `snapshot`, in an engine of the same configuration. A collective.
 
         Names, shapes and dtypes are those of `snapshot`; `saved` is borrowed for the call.
         """
@@ -48,27 +47,27 @@ class Rememberable(Protocol):
 
 @runtime_checkable
 class Reshardable(Rememberable, Protocol):
-    """One whose state another number of ranks can take."""
+    """A training engine whose state another number of ranks can restore."""
 
     def places(self) -> Places:
-        """Of each tensor of `snapshot` of which ranks have different parts. What is left out is the same on all that
-        have it. No collective."""
+        """The places of each tensor of `snapshot` of which ranks have different parts. Others are equal on all ranks
+        that have them. Not a collective."""
 
 
 @torch.no_grad()
 def copy_into(own: State, saved: State) -> None:
-    """For `restore`: fill the tensors of a snapshot of one's own."""
+    """Fill the tensors of the engine's own snapshot, for `restore`."""
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 
 
 def under(prefix: str, state: State) -> State:
-    """The part of `state` whose names begin so, without that."""
+    """The entries of `state` whose names begin with the prefix, without it."""
     return _Under(prefix, state)
 
 
 def placed_under(prefix: str, places: Places) -> Places:
-    """The inverse, for what a state's tensors are."""
+    """The inverse of `under`, for places."""
     return {
         prefix + name: [replace(place, tensor=prefix + place.tensor) for place in own] for name, own in places.items()
     }

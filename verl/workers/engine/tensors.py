@@ -1,4 +1,4 @@
-"""Which tensors of a sharded model make up its checkpoint, and which parts of each this rank holds. No collectives."""
+"""The tensors of a sharded model's checkpoint, and this rank's parts of each. No collectives."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Part:
 
     box: Box
     values: Callable[[], torch.Tensor]
-    """Its present values, of shape `box.shape`, borrowed. To be called at every use, as loading may replace them."""
+    """Returns its present values, of shape `box.shape`, borrowed. Call it at every use: a load may replace them."""
     delta: Callable[[Box], torch.Tensor] | None = None
-    """What comes on top of the values in a part of `box` before they are sent: float32, made anew. None: nothing."""
+    """Computes the float32 values to add to a part of `box` before it is sent. None: nothing to add."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +38,19 @@ class HeldTensor:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor, *, is_parameter: bool) -> HeldTensor:
-        """A tensor that every rank has."""
+        """A tensor that this rank holds whole."""
         shape = tuple(tensor.shape)
         part = Part(box=Box.whole(shape), values=tensor.detach)
         return cls(shape=shape, dtype=tensor.dtype, is_parameter=is_parameter, parts=(part,))
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Under the names of the model, whatever wraps the modules; tied ones once, under their first name."""
+    """Parameters under the model's names, without names of wrappers; tied ones once, under their first name."""
     return ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters())
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that a checkpoint holds. Those that are computed from the config (rotary `inv_freq`) are not persistent."""
+    """The buffers that a checkpoint holds. Buffers computed from the config (rotary `inv_freq`) are not persistent."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if is_persistent(module, name):
@@ -58,7 +58,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def as_in_checkpoint(tensors: Mapping[str, HeldTensor], conversion: Conversion) -> dict[str, HeldTensor]:
-    """`tensors` of a model as its checkpoint has them: experts by themselves, as boxes of what is held of the stack.
+    """Convert `tensors` of a model to those of its checkpoint: single experts, as boxes of the held stack.
 
     Tensors that the checkpoint lacks come last, under the names that they have in the model.
     """
@@ -89,7 +89,7 @@ def _delta(delta: Callable[[Box], torch.Tensor], piece: Piece, box: Box) -> torc
 
 
 def tied_aliases(model: nn.Module) -> frozenset[str]:
-    """Names under which a parameter appears again: `lm_head.weight` of a model with tied embeddings."""
+    """Further names of tied parameters, such as `lm_head.weight` of a model with tied embeddings."""
     first = {name for name, _ in named_parameters(model)}
     every = {clean_tensor_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     return frozenset(every - first)

@@ -14,7 +14,7 @@ from verl.workers.losses import LossTotals
 
 
 def global_totals(data: DataProto) -> LossTotals:
-    """Those of the mini-batch of which `data` is this rank's part."""
+    """The totals of the mini-batch of which `data` is this rank's part."""
     own = LossTotals.of(tensors_of(data)["response_mask"])
     totals = torch.tensor([own.num_tokens, own.num_sequences], dtype=torch.float64)
     dist.all_reduce(totals)
@@ -22,9 +22,9 @@ def global_totals(data: DataProto) -> LossTotals:
 
 
 def sums_of(shares: Iterable[Mapping[str, float | torch.Tensor]]) -> dict[str, float]:
-    """Each name's sum over the micro-batches of this rank.
+    """Each metric's sum over the micro-batches of this rank.
 
-    Tensors come with one copy, at the end: each that is asked for by itself would wait for its device.
+    All tensors are copied to the host at once, at the end, because every copy waits for the device.
     """
     sums: dict[str, float] = {}
     alike: defaultdict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(list)
@@ -43,7 +43,7 @@ def sums_of(shares: Iterable[Mapping[str, float | torch.Tensor]]) -> dict[str, f
 
 
 def sum_over_ranks(values: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """All ranks have the same names."""
+    """Sum each value over all ranks, which have the same names."""
     names = sorted(values)
     sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
     dist.all_reduce(sums, group=group)
@@ -51,7 +51,7 @@ def sum_over_ranks(values: Mapping[str, float], group: dist.ProcessGroup | None 
 
 
 def largest_count(count: int) -> int:
-    """Of any rank: all must make as many passes as the one that needs most."""
+    """The largest count of any rank: all must make as many passes as the rank that needs most."""
     counts = torch.tensor(count)
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     return int(counts)

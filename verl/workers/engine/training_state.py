@@ -27,17 +27,17 @@ StateWriter = Callable[[Path, dict[str, Any]], None]
 
 @runtime_checkable
 class SavesInBackground(Protocol):
-    """A training engine whose checkpoints can be written while it trains on."""
+    """A training engine that can write checkpoints while it trains on."""
 
     def begin_checkpoint(self, directory: Path, contents: Sequence[str], write: StateWriter) -> None:
-        """As `save_checkpoint`, but that `write` gets the state of model, optimizer and extra. A collective.
+        """As `save_checkpoint`, with `write` for the state of model, optimizer and extra. A collective.
 
         The state is borrowed: its values stay until the engine calls `before_step`.
         """
 
 
 def write_now(directory: Path, state: dict[str, Any]) -> None:
-    """Every rank returns when all have written."""
+    """A `StateWriter` that returns on every rank when all ranks have written."""
     if state:
         write_state(directory, state)
     dist.barrier()
@@ -77,7 +77,7 @@ def load_training_state(
     device: str,
     seed: int,
 ) -> tuple[dict[str, Any], int | None]:
-    """The inverse, with any number of ranks: `state(contents)` filled, and the schedule's step if `extra` is loaded.
+    """The inverse, with any number of ranks: fill `state(contents)`; return the schedule's step if `extra` is loaded.
 
     With another number of ranks than at the time of saving, generators cannot be restored and are reseeded from `seed`.
     Raises ConfigError if `directory` is not a checkpoint or lacks what `contents` names.

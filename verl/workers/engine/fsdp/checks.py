@@ -1,4 +1,4 @@
-"""Whether a model can be computed, and as `fsdp_config` says. The driver asks before any process starts."""
+"""Check that a model can be computed with `fsdp_config`. The driver does so before any process starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.workers.hf.splitting import attend_by_heads
 
 
 def check_job(config: FSDPConfig, model_config: HFModelConfig, world: int, device: str, labels: int) -> None:
-    """`model_config.path` is a local directory. Ranks that do not share sequences take every model that is computed.
+    """Check the model in the local directory `model_config.path`. Some models do not allow ranks to share sequences.
 
     Raises ConfigError.
     """

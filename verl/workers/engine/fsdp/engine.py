@@ -228,7 +228,7 @@ class FSDPEngine:
             self.export_hf(directory / "huggingface")
 
     def load_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
-        """`hf_model` in `contents` means nothing here: it is an export, the training state is `model`."""
+        """Ignores `hf_model` in `contents`: it is an export; `model` is the training state."""
         lr_step = load_training_state(
             directory,
             contents,
@@ -261,7 +261,7 @@ class FSDPEngine:
         return {**snapshot.places_of_weights(model, self.sharding), **moments}
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
-        """At `dtype`, by default that of each tensor in the model's directory. Adapters are merged into the weights."""
+        """Export in `dtype`, by default that of each tensor in the model's directory, with adapters merged."""
         self._resharded()
         assert self._built_model is not None
         export_hf(directory, self._built_model, self._model_config, dtype=DTYPES[dtype] if dtype else None)
@@ -280,7 +280,7 @@ class FSDPEngine:
     # ---- helpers
 
     def own_blocks(self) -> list[nn.Module]:
-        """See `verl.workers.own_time.HasOwnBlocks`. In a model without such names, none."""
+        """See `verl.workers.own_time.HasOwnBlocks`. Empty for a model without modules of these names."""
         return named_blocks(self._built(), "mlp")
 
     def _forward(

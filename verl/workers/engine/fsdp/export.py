@@ -1,4 +1,4 @@
-"""Writing a Hugging Face model directory from a sharded model."""
+"""Write a Hugging Face model directory from a sharded model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl.workers.hf.conversion import Conversion
 from verl.workers.hf.directory import FILE_NBYTES, write_hf_directory
 
 ASIDE = "aside"
-"""The key of what the model has not, in the place of a tensor's name."""
+"""The key of tensors that are no part of the model, instead of a tensor's name."""
 
 
 @torch.no_grad()
@@ -33,13 +33,13 @@ def export_hf(
     dtype: torch.dtype | None = None,
     file_nbytes: int = FILE_NBYTES,
 ) -> None:
-    """Write the model as it came, with its present weights: names, dtypes and other files are those of its directory.
+    """Write the model with its present weights; names, dtypes and other files are those of its directory.
 
-    With `dtype` all floating-point tensors have that. Adapters are merged into the weights. Tensors that are no part of
+    With `dtype` all floating-point tensors get that. Adapters are merged into the weights. Tensors that are no part of
     the model are copied.
 
-    A collective: what is made of each other is gathered on its own, and rank 0 holds no more than one file of about
-    `file_nbytes`. Everything is synced to disk when this returns.
+    A collective: ranks gather one group of related tensors at a time, so rank 0 holds at most one file of about
+    `file_nbytes`. All files are synced to disk when this returns.
     """
     with HFCheckpoint(Path(model_config.path)) as checkpoint:
         export = _Export(built, checkpoint, dtype)

@@ -1,10 +1,9 @@
-"""From a micro-batch to what a model says about its responses: log-probs, or values.
+"""Compute log-probs, or values, of the responses of a micro-batch.
 
-Sequences go through the model one after the other in one row, without padding (`pack`), or one in each row. Rows begin
-in the first column, and padding follows: what follows a token cannot change what a causal model says about it, so no
-layer has to know about padding. Padding on the left is known to attention, and not to most states, convolutions and
-biases that depend on distances. Ranks may share a row of packed sequences: each computes some of its tokens, and has
-what all of them say in the end.
+Sequences share one row without padding (`pack`), or have a row each. Rows begin in the first column, and padding
+follows: later tokens cannot change a causal model's output, so no layer needs to know about padding. Attention masks
+padding on the left, but most states, convolutions and distance biases do not. Ranks may share a row of packed
+sequences: each computes some of its tokens, and gets the outputs of all.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def response_log_probs(
 def response_values(
     model: nn.Module, micro_batch: DataProto, *, pack: bool = False, sharers: Sharers = ALONE
 ) -> torch.Tensor:
-    """What a value head expects of each response token's state, before the token: float32 [b, R], 0 on padding."""
+    """The value head's output for the state before each response token: float32 [b, R], 0 on padding."""
     tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
     with warnings.catch_warnings():
         # A layer of one column returns a view of its product; FSDP2 asks that nothing be done to it in place.

@@ -1,6 +1,6 @@
-"""torch FSDP1: the parameters of a layer laid end to end, of which every rank holds an equal range.
+"""torch FSDP1: it concatenates the parameters of a layer, and every rank holds an equal range.
 
-The only file that knows FSDP1, with `verl/checkpoint_engine/compat/fsdp.py`.
+Only this file and `verl/checkpoint_engine/compat/fsdp.py` depend on FSDP1.
 """
 
 from __future__ import annotations

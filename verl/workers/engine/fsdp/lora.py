@@ -1,9 +1,9 @@
 """LoRA on FSDP2: small trainable matrices beside frozen linear layers.
 
-FSDP2 shards A and B by rows like every parameter, so a rank has those rows of B that belong to its rows of W, but not
-all of A. After each optimizer step the ranks gather A, on the thread that trains: of a layer, rank / outputs of what
-every forward pass gathers. A sync then merges any box of W without asking another rank. Where engines load adapters,
-nothing is merged or gathered: a sync moves what each rank holds of A and B.
+FSDP2 shards A and B by rows like every parameter, so a rank has the rows of B that belong to its rows of W, but not all
+of A. After each optimizer step the training threads gather A: per layer, rank / outputs of the bytes that a forward
+pass gathers. A sync then merges any box of W without another rank. If engines load adapters, ranks neither merge nor
+gather: a sync moves each rank's parts of A and B.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Adapters:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give every rank the present A of every layer, if syncs merge. A collective; to follow what changes A."""
+        """Gather the present A of every layer on every rank, if syncs merge. A collective; called after A changes."""
         if self._config.lora.merge:
             self._whole_a = {layer: _whole(a) for layer, (a, _) in self._pairs.items()}
 
     def sent(self, tensors: Mapping[str, HeldTensor]) -> dict[str, HeldTensor]:
-        """What rollout engines get of `tensors`, which is what this rank holds.
+        """The part of `tensors`, this rank's, that rollout engines get.
 
-        Those of the model without adapters, with the adapters added to what is read; or the adapters alone, as peft
-        names them.
+        It is the model without adapters, whose values are read with the adapters merged; or the adapters alone, under
+        peft's names.
         """
         if not self._config.lora.merge:
             return {in_peft(layer + part): tensors[layer + part] for layer in self._pairs for part in (A, B)}

@@ -1,4 +1,4 @@
-"""The ranks of a trainer as groups that share one copy of the model."""
+"""Group the ranks of a trainer by copies of the model and shared sequences."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def sharers_of(size: int) -> Sharers:
 
 
 def offloads(config: FSDPConfig, device: torch.device) -> bool:
-    """Whether parameters live in host memory, and come to the device layer by layer."""
+    """Whether parameters are in host memory and are copied to the device layer by layer."""
     return config.param_offload and device.type != "cpu"
 
 
 @contextmanager
 def replication_allowed() -> Iterator[None]:
-    """Without FSDP1's advice against replicating, which is what a trainer of one rank does whatever it is told, and
-    against layers of which a part is frozen, which only cost memory."""
+    """In this block, suppress FSDP1's warnings about replication, which a single rank always does, and about partly
+    frozen layers, which only cost memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
         warnings.filterwarnings("ignore", message=".*`NO_SHARD`.*")

@@ -1,4 +1,4 @@
-"""A Hugging Face model, sharded before any weight exists, then filled with what each rank holds."""
+"""Build a Hugging Face model: shard it before any weight exists, then fill each rank with its part."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What a model computes from its last hidden states."""
+    """The head of a model, on its last hidden states."""
 
     auto: Any
     """The class of transformers that builds such a model."""
     config_fields: Mapping[str, Any] = field(default_factory=dict)
     new: frozenset[str] = frozenset()
-    """Tensors that the checkpoint need not have: they start at zero."""
+    """Tensors that the checkpoint may lack: they start at zero."""
     unused: frozenset[str] = frozenset()
-    """Tensors that the checkpoint may have and the model has not."""
+    """Tensors that the checkpoint may have although the model does not."""
     prepare: Callable[[PretrainedConfig], None] = lambda config: None
     """Called with a configuration before `auto` is."""
 
@@ -75,7 +75,7 @@ TOKEN_VALUES = Head(
     unused=frozenset({"lm_head.weight", "lm_head.bias", "embed_out.weight", "output_projection.weight"}),
     prepare=register_value_head,
 )
-"""One number for every token. A directory of the policy will do, and so will an export of a critic."""
+"""The head of a critic: one number per token. It loads from a policy's directory or a critic's export."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class BuiltModel:
     """What to call."""
     adapters: Adapters | None
     conversion: Conversion
-    """Between the model and its checkpoint."""
+    """The conversion between the model and its checkpoint."""
     kept_wide: frozenset[str]
     """Tensors of the checkpoint that engines get in the dtype in which they are trained."""
     new: frozenset[str]
@@ -94,11 +94,11 @@ class BuiltModel:
     exported_aside: tuple[str, ...]
     """Tensors of the checkpoint that are no part of the model, and go into exports as they are."""
     own_config: PretrainedConfig | None
-    """Of a model that is another than the checkpoint's: a policy under the head of a critic."""
+    """The configuration of a model that differs from the checkpoint's: a policy with a critic's head."""
     together: Finding
-    """How sequences may go through it."""
+    """How its sequences may share a call."""
     processor: PictureProcessor | None = None
-    """Of a model that sees."""
+    """The processor of a model with vision."""
 
 
 def build_model(
@@ -178,7 +178,7 @@ def build_model(
 
 
 def way_through(model_config: HFModelConfig, fsdp_config: FSDPConfig, head: Head = CAUSAL_LM) -> Finding:
-    """How sequences may go through the model in a local directory, as a small one of its configuration tells."""
+    """How sequences may share a call of the model in a local directory, by a probe of a small one."""
     whole = load_hf_config(model_config)
     head = _whole(head, whole)
     hf_config = _under(head, whole, model_config)
@@ -260,7 +260,7 @@ def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, 
 
 
 def make_model(head: Head, model_config: HFModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """With random weights, on whatever device the caller has made the default one. Raises ConfigError."""
+    """Make the model with random weights on torch's default device. Raises ConfigError."""
     whole = load_hf_config(model_config)
     head = _whole(head, whole)
     return _make(head, _under(head, whole, model_config), model_config, dtype)
@@ -306,9 +306,9 @@ def _tell_aside(conversion: Conversion, head: Head) -> None:
 
 
 def adapter_shapes(model_config: HFModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of the adapters that `build_model` would make, in the model's order. Needs no process group and no memory for it.
+    """Shapes of the adapters of `build_model`, in the model's order. Needs no process group and no memory for weights.
 
-    Raises what `build_model` would raise about LoRA.
+    Raises the errors of `build_model` about LoRA.
     """
     hf_config = language_config(load_hf_config(model_config))
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What FSDP1 and FSDP2 do differently; everything else of the engine is the same for both."""
+"""The interface of sharding, which FSDP1 and FSDP2 implement; the rest of the engine is common."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class Sharding(Protocol):
     """A way to spread a model over the ranks of the default process group."""
 
     def shard(self, model: PreTrainedModel, config: FSDPConfig, device: torch.device) -> nn.Module:
-        """`model`, which is on the meta device, sharded and on `device`, with any values; what to call in its place.
+        """Shard `model`, which is on the meta device, and allocate it on `device`. Returns the module to call.
 
         A collective. Tied parameters stay tied. Raises ConfigError for a `fsdp_size` that does not divide the ranks.
         """
 
     def held(self, model: nn.Module) -> dict[str, HeldTensor]:
-        """What this rank holds of every parameter and persistent buffer, in the same order on every rank.
+        """This rank's parts of every parameter and persistent buffer, in the same order on every rank.
 
-        No collective. Names are the model's: experts may be stacked, and adapters are beside their layers.
+        Not a collective. Names are the model's: experts may be stacked, and adapters are beside their layers.
         """
 
     def reshard(self, model: nn.Module) -> None:
-        """Free gathered parameters, which a forward pass without a backward pass leaves behind. No collective."""
+        """Free gathered parameters, which a forward pass without a backward pass leaves. Not a collective."""
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
-        """Scale the gradients to `max_norm`; their norm before, over all ranks. A collective."""
+        """Scale the gradients to `max_norm`; return their previous norm over all ranks. A collective."""
 
 
 def layers_apart(model: PreTrainedModel) -> list[nn.Module]:
-    """What transformers does not split, without what lies inside of another.
+    """The layers that transformers does not split, except those inside another such layer.
 
     Layers that share parameters (as Zamba 2's transformers do) are not among them: in groups of their own each would
     have another copy.

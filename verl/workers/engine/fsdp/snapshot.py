@@ -1,4 +1,4 @@
-"""What an optimizer step changes of what an FSDP rank holds. No function communicates."""
+"""The state of an FSDP rank that an optimizer step changes. No function communicates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.workers.engine.tensors import HeldTensor, Part, named_parameters
 
 
 def weights(model: nn.Module, sharding: Sharding) -> dict[str, torch.Tensor]:
-    """This rank's parts of what is trained, and buffers. What is frozen is in the model's directory."""
+    """This rank's parts of trained parameters, and buffers. Frozen ones are in the model's directory."""
     return {
         f"model.{name}.{index}": part.values()
         for name, tensor in _changing(model, sharding)
@@ -24,7 +24,7 @@ def weights(model: nn.Module, sharding: Sharding) -> dict[str, torch.Tensor]:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Of AdamW; zeros, as its first step makes them, where that has not been taken yet."""
+    """The moments of AdamW; before its first step zeros, as that step would make them."""
     return {
         f"optimizer.{index}.{kind}": _local(value)
         for index, parameter in _stepped(optimizer)
@@ -33,7 +33,7 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def places_of_weights(model: nn.Module, sharding: Sharding) -> dict[str, list[Place]]:
-    """Of `weights`."""
+    """The places of `weights` in whole tensors."""
     return {
         f"model.{name}.{index}": [Place(f"model.{name}", part.box, Box.whole(part.box.shape))]
         for name, tensor in _changing(model, sharding)
@@ -42,7 +42,7 @@ def places_of_weights(model: nn.Module, sharding: Sharding) -> dict[str, list[Pl
 
 
 def places_of_moments(optimizer: torch.optim.Optimizer, model: nn.Module, sharding: Sharding) -> dict[str, list[Place]]:
-    """Of `moments`, which are divided as the weights are. How many steps were taken all ranks know alike."""
+    """The places of `moments`, which are divided as the weights. The number of steps is the same on all ranks."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     held, found = sharding.held(model), {}
     for index, parameter in _stepped(optimizer):

@@ -1,4 +1,4 @@
-"""What one rank holds of the weights, for the checkpoint engine. No method communicates."""
+"""The checkpoint engine's source of one FSDP rank's weights. No method communicates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.workers.engine.tensors import HeldTensor, Part
 
 DELTA_NUMEL = 2**16
-"""What adapters add is computed for so many elements at a time, in memory of its own: 256 KiB in float32."""
+"""Elements for which an adapter's product is computed at a time: 256 KiB of temporary memory in float32."""
 
 
 class FSDPWeightSource:
@@ -55,7 +55,7 @@ class FSDPWeightSource:
 
     @torch.no_grad()
     def view(self, shard: Shard) -> torch.Tensor | None:
-        """What lies in host memory as it is sent: nothing to cast, no adapters to add, no strides."""
+        """A view, for values that host memory holds as they are sent: without a cast, adapters or strides."""
         part, values = self._find(shard)
         as_sent = part.delta is None and values.dtype == self._dtypes[shard.name]
         return values if as_sent and values.device.type == "cpu" and values.is_contiguous() else None

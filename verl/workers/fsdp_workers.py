@@ -62,10 +62,10 @@ ROLES = ("actor", "ref", "actor_ref", "actor_rollout", "actor_rollout_ref")
 
 
 class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
-    """One rank. The driver calls `init_model` first; nearly every other method is a collective of the group, too.
+    """The worker of one rank. The driver calls `init_model` first; nearly every method is a collective of the group.
 
-    `role` says what this group holds: a policy that is trained (`actor`), a reference policy (`ref`), or both in one
-    set of processes; `rollout` in a role says that rollout engines take weights from it and changes nothing here.
+    `role`: the group holds a policy that is trained (`actor`), a reference policy (`ref`), or both. `rollout` in a role
+    means that rollout engines get weights from it, and has no effect here.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def missing_files(self, paths: list[str]) -> list[str]:
-        """Those of `paths` that do not exist on this rank's host. No collective; may come before `init_model`."""
+        """The `paths` that do not exist on this rank's host. Not a collective; may be called before `init_model`."""
         return [path for path in paths if not Path(path).exists()]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -169,13 +169,13 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
         self._limit_collectives()
 
     def watch_own_time(self, engine: TrainEngine) -> None:
-        """Tell what this rank computes by itself of what `engine` computes."""
+        """Begin to measure the time that this rank computes in `engine` without waiting for others."""
         if isinstance(engine, HasOwnBlocks):
             self.own_time.watch(engine.own_blocks())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_own_time(self) -> Owns:
-        """By phase, since the last call. No collective."""
+        """The measured time by phase, since the last call. Not a collective."""
         return self.own_time.take()
 
     def _limit_collectives(self) -> None:
@@ -261,7 +261,7 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
         return metrics | self._costs.flops(data, time.perf_counter() - start_s) | self._costs.memory()
 
     def counted(self, mini_batches: Iterable[DataProto], total: int) -> Iterator[DataProto]:
-        """The same, of which `progress` tells while an update goes through them."""
+        """Iterate over the mini-batches, and count them for `progress`."""
         try:
             for done, mini_batch in enumerate(mini_batches):
                 self._progress = Progress(done, total, "mini-batches")
@@ -270,7 +270,7 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
             self._progress = None
 
     async def progress(self) -> Progress | None:
-        """Of the update that runs; None: none does. Of this rank, while it computes."""
+        """The progress of this rank's active update; None without one. It answers during the update."""
         return self._progress
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -288,12 +288,12 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
     def save_checkpoint(self, path: str) -> None:
         """Write `actor.checkpoint.save_contents` to the directory `path`, which all ranks share.
 
-        With `async_save` that may have only begun: `checkpoint_written` tells when it is done.
+        With `async_save` it may return earlier: `checkpoint_written` waits for the end.
         """
         self.save(self.actor, Path(path), self.config.actor.checkpoint)
 
     def save(self, engine: TrainEngine, directory: Path, checkpoint: CheckpointConfig) -> None:
-        """A collective."""
+        """Save, or begin to save, the state to `path`. A collective."""
         if self._background is None or not checkpoint.async_save:
             engine.save_checkpoint(directory, checkpoint.save_contents)
         elif isinstance(engine, SavesInBackground):
@@ -304,12 +304,12 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
 
     @property
     def checkpoints_saved_async(self) -> bool:
-        """Whether any are."""
+        """Whether any engine saves its checkpoints asynchronously."""
         return self._has_actor and self.config.actor.checkpoint.async_save
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def checkpoint_written(self) -> Written:
-        """Once all that was begun is on disk. Raises what writing raised."""
+        """Wait until all checkpoints are on disk. Raises the error of a write."""
         return Written() if self._background is None else await self._background.written()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -325,11 +325,11 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def keep_wide(self, names: Sequence[str]) -> None:
-        """Send these tensors as they are held: engines keep them in float32. Called before the first sync."""
+        """Send these tensors in their own dtype, because engines keep them in float32. Called before the first sync."""
         self._kept_wide = frozenset(names)
 
     def before_step(self) -> None:
-        """Called by engines before anything that `snapshot` or the weight source shows changes."""
+        """Engines call it before they change values of `snapshot` or the weight source."""
         self.await_copied()
         self._memory.await_copied()
         if self._background is not None:

@@ -1,7 +1,7 @@
-"""What probes have found, kept on disk for later runs.
+"""Results of probes, kept on disk for later runs.
 
-Under the digest of all that an answer depends on: what was asked, the versions of torch and transformers, and our
-sources. A file appears whole or not at all, so any number of processes may write the same one.
+A result is stored under the digest of all that it depends on: the question, the versions of torch and transformers, and
+our sources. Files are written atomically, so any number of processes may write the same one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 SOURCES = (_HERE, _HERE.parent / "rollout" / "hf", _HERE.parents[1] / "compat" / "transformers.py")
-"""Of what asks, and of what is asked about. Of a directory, all modules."""
+"""Our source files that results depend on; of a directory, all modules."""
 
 
 def digest_of(question: str) -> str:
@@ -42,7 +42,7 @@ def _asked_by() -> str:
 
 
 def read(digest: str) -> dict[str, Any] | None:
-    """What was written under `digest`; None if nothing was, or nothing that can be read."""
+    """The result under `digest`; None if there is none, or it cannot be read."""
     try:
         found = json.loads(_file(digest).read_text())
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def read(digest: str) -> dict[str, Any] | None:
 
 
 def write(digest: str, answer: dict[str, Any]) -> None:
-    """Without a place to write to, the next run asks again."""
+    """Write a result. If no directory is writable, the next run probes again."""
     file = _file(digest)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

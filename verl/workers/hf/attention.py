@@ -1,4 +1,4 @@
-"""Which implementation of attention computes what a model defines."""
+"""Choose an implementation of attention that computes a model correctly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "actor_rollout_ref.model.override_config.attn_implementation"
 IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", EXACT)
 
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""Where transformers finds them. It takes `kernels` in the place of either."""
+"""The packages of implementations. transformers can use `kernels` instead of either."""
 
 
 def require_attention(asked: str | None, device: str) -> None:
@@ -29,7 +29,7 @@ def require_attention(asked: str | None, device: str) -> None:
 
 
 def attention_implementation(config: PretrainedConfig, asked: str | None = None) -> str | None:
-    """What to ask transformers for: `asked`, or None for its own choice, which is torch's fused attention (`sdpa`).
+    """The implementation to request of transformers: `asked`, or None for its default, torch's `sdpa`.
 
     That leaves out attention sinks, soft-capped scores and the scale of ALiBi biases. transformers knows the models
     with sinks, and computes or refuses them itself; scores that a config caps or biases are computed by `eager`.

@@ -1,4 +1,4 @@
-"""Building a transformers model whose parameters have no memory yet, and whose buffers have their values."""
+"""Build a transformers model whose buffers have their values and whose parameters have no memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from verl.compat.transformers import keep_parameters_as_they_are
 logger = logging.getLogger(__name__)
 
 UNTOUCHED = -7_654_321
-"""In integer buffers, what nothing computes; NaN in others."""
+"""The mark of untouched values in integer buffers; NaN in others."""
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are made inside have parameters on the meta device, and buffers as their constructors compute them.
+    """In this block, new modules have parameters on the meta device, and buffers with their constructors' values.
 
-    On the meta device as a whole buffers would lose their values, and what computes them again may initialise
-    parameters as well. Memory is taken for one parameter at a time, and not written to. For one thread.
+    A module built entirely on the meta device would lose its buffers, and computing them again may initialise
+    parameters, too. One parameter at a time has memory, which is never written. For one thread.
     """
     register = nn.Module.register_parameter
 
@@ -50,7 +50,7 @@ def require_buffers(model: nn.Module, reference: PreTrainedModel, loaded: Collec
     `reference` is the same model, as transformers builds it for `from_pretrained`: all of it on the meta device. Its
     buffers get memory and its values here; its parameters stay where they are.
 
-    Raises PlanError that names the buffers that differ.
+    Raises PlanError naming the buffers that differ.
     """
     for module in reference.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face model directory: which tensors it holds, and any part of one of them."""
+"""Read a Hugging Face model directory: the list of its tensors, and any part of a tensor."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class HFCheckpoint:
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """The elements of `box`, or all, in the dtype of the file; only the bytes of these rows are read.
 
-        Raises ConfigError if they are not all finite: nobody trains, or goes on, from such weights.
+        Raises ConfigError if they are not all finite: training cannot start from such weights.
         """
         box = box or Box.whole(self.shape(name))
         index = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint make up a transformers model, and which box of one is which box of the other.
+"""Map the tensors of a checkpoint to those of a transformers model, box by box.
 
-transformers' own rules decide (`transformers.conversion_mapping`: names that changed, experts that are stacked,
-matrices that are put together), so what `from_pretrained` loads has a place here, under the names that its files have.
+transformers' own rules decide (`transformers.conversion_mapping`: renamed tensors, stacked experts, joined matrices).
+So every tensor that `from_pretrained` loads has a place here, under its name in the files.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAX_NAMES_IN_MESSAGE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """How a checkpoint and a model correspond. Names on the model's side are those of parameters, tied ones once."""
+    """The map between a checkpoint and a model. The model's names are those of parameters, tied ones once."""
 
     model: str
-    """Its class, for messages."""
+    """The model's class, for messages."""
     pieces: Mapping[str, tuple[Piece, ...]]
-    """By tensor of the model: what it is made of. `Piece.origin` is a tensor of the checkpoint."""
+    """Tensor of the model to its pieces; `Piece.origin` is a tensor of the checkpoint."""
     shapes: Shapes
-    """Of the tensors of the checkpoint that are in `pieces`, in the order of the model."""
+    """Shapes of the checkpoint's tensors in `pieces`, in the order of the model."""
     copies: Mapping[str, str]
     """Names under which the checkpoint holds a tied tensor once more, and the name in `shapes` that it repeats."""
     aside: tuple[str, ...]
@@ -48,7 +48,7 @@ class Conversion:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     misshapen: tuple[str, ...] = ()
-    """Sentences."""
+    """A sentence for each tensor of another shape."""
 
     def parts_of(self, name: str) -> Iterator[tuple[str, Piece]]:
         """(tensor of the model, piece) for every part of the tensor `name` of the checkpoint."""
@@ -66,7 +66,7 @@ class Conversion:
         return found
 
     def groups(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """(tensors of the model, tensors of the checkpoint) that are made of each other and of nothing else."""
+        """The smallest groups (tensors of the model, tensors of the checkpoint) that convert into each other."""
         done: set[str] = set()
         for first in self.pieces:
             if first in done:
@@ -84,7 +84,7 @@ class Conversion:
             yield tuple(targets), tuple(dict.fromkeys(origins))
 
     def require_whole(self) -> None:
-        """Raises PlanError that names all tensors that are missing, unexpected or of another shape."""
+        """Raises PlanError naming all missing, unexpected and misshapen tensors."""
         if self.missing or self.unexpected:
             extra = sorted((*self.unexpected, *self.aside))  # what is missing may go by another name
             raise PlanError(
@@ -96,10 +96,10 @@ class Conversion:
 
 
 def conversion_of(model: PreTrainedModel, shapes: Shapes, *, may_lack: Collection[str] = ()) -> Conversion:
-    """What `from_pretrained` would do with a checkpoint of these `shapes`. `model` may be on the meta device.
+    """The conversion that `from_pretrained` applies to a checkpoint of `shapes`. `model` may be on the meta device.
 
-    `may_lack` are tensors of the model that the checkpoint need not have; those that it lacks are not in the answer.
-    Never raises for names and shapes that do not fit: `Conversion.require_whole` does.
+    `may_lack`: tensors of the model that the checkpoint may lack; the result leaves those out. Names and shapes that do
+    not fit raise no error here but in `Conversion.require_whole`.
     """
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     first_name = first_names(model)
@@ -284,7 +284,7 @@ def _shape_problem(target: str, own: tuple[int, ...], tensor: Rearranged) -> str
 
 
 def listed_names(names: Iterable[str]) -> str:
-    """For messages: some of them, and how many more there are."""
+    """Some of the names and the number of the others, for messages."""
     names = list(names)
     more = f" and {len(names) - MAX_NAMES_IN_MESSAGE} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
     return (", ".join(names[:MAX_NAMES_IN_MESSAGE]) or "none") + more

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face model directory: the one that a model came from, with new weights."""
+"""Write a Hugging Face model directory: a copy of the model's own with new weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS = (
 )
 TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 TEMPLATE_FILE = "chat_template.jinja"
-"""Wins over what `tokenizer_config.json` says."""
+"""It has precedence over the template in `tokenizer_config.json`."""
 
 
 def write_hf_directory(

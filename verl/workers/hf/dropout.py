@@ -1,9 +1,9 @@
-"""Updates that compute what log-probs were computed with: a model of transformers without dropout.
+"""Make updates compute the same function as log-probs: disable dropout in a model of transformers.
 
 A model in training mode drops activations, layers or choices of experts at random, and in evaluation mode it does not.
 Old log-probs are computed in evaluation mode, so with dropout the ratio of the first update is not 1. Evaluation mode
 for updates would do without, but gradient checkpointing works in training mode alone, and some models compute no
-gradients in evaluation mode. So what is random has probability 0.
+gradients in evaluation mode. So all random parts get probability 0.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def drop_nothing(config: PretrainedConfig) -> None:
 
 
 def silence(model: nn.Module) -> None:
-    """Set to 0 what modules of `model` drop whatever its configuration says, such as heads with a default of theirs."""
+    """Set to 0 the dropout of modules that ignore the configuration of `model`, such as heads with own defaults."""
     for module in model.modules():
         names = [name for name in vars(module) if "drop" in name]
         if "dropout" in type(module).__name__.lower():
@@ -61,7 +61,7 @@ def silence(model: nn.Module) -> None:
 
 
 def train(model: nn.Module, *, drops: bool) -> None:
-    """Put `model` in training mode; unless it `drops`, without the parts that compute something else there."""
+    """Put `model` in training mode; unless `drops`, except modules that compute something else in that mode."""
     model.train()
     if not drops:
         for module in model.modules():

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 ROWS = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MOST_OUTPUTS = 16384
-"""Of a matrix that is tried. An output is a sum over inputs, whatever is beside it."""
+"""Outputs of a tested matrix: each output is a sum over inputs, independent of the others."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -63,8 +63,8 @@ class _Sequences(torch.autograd.Function):
 
 @torch.no_grad()
 def layer_that_differs(config: PretrainedConfig, product: Product = linear) -> str:
-    """In words, a matrix of a model of `config` whose product in bfloat16 with a row depends, on this processor, on how
-    many rows there are. Empty if there is none, which is what the rest relies on."""
+    """Describe a matrix of a model of `config` whose bfloat16 product with a row depends, on this processor, on the
+    number of rows. Empty if there is none, as exact mode requires."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     is_expert: dict[tuple[int, ...], bool] = {}
@@ -85,14 +85,14 @@ def layer_that_differs(config: PretrainedConfig, product: Product = linear) -> s
 
 
 def beside_another(rows: torch.Tensor) -> torch.Tensor:
-    """[n, ...], of which there are two at least: kernels sum the products of a row that is alone in another order."""
+    """[n, ...] with at least two rows: kernels sum the products of a single row in another order."""
     return rows if len(rows) > 1 else rows.expand(2, *rows.shape[1:])
 
 
 def attend_exactly(
     module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, *, scaling: float, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """For transformers. Rows hold a sequence each, in front, or all of one's `sequence_lengths`."""
+    """An attention implementation for transformers. Rows hold one sequence each, or those of `sequence_lengths`."""
     rows, _, columns, _ = query.shape
     lengths = options.get("sequence_lengths") or [columns] * rows
     states = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
@@ -101,4 +101,4 @@ def attend_exactly(
 
 
 def no_mask(*args: Any, **options: Any) -> None:
-    """Padding follows a sequence, and what follows is not seen."""
+    """No mask: padding follows a sequence, and causal attention does not see it."""

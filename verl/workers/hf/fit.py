@@ -1,4 +1,4 @@
-"""Whether the weights of a directory are those of its configuration. The driver asks before any process starts."""
+"""Check that the weights of a directory fit its configuration. The driver does so before any process starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def require_fit(config: PretrainedConfig, tensors: Tensors, key: str, *, remote: bool, needs_head: bool = True) -> None:
-    """Raises ConfigError, which names `key`, if the weights lack a tensor of the model of `config`, or have others.
+    """Raises ConfigError, naming `key`, if the weights lack a tensor of the model of `config`, or have others.
 
     `tensors` are those in the files. They are held against the model by transformers' own rules for
     loading it, as a trainer's engine does. `remote`: the model's own code may be run. Without `needs_head` they may be

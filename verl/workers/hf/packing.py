@@ -1,6 +1,6 @@
-"""Sequences one after the other in one row, without padding: which models keep them apart, and how.
+"""Pack sequences into one row without padding, for models that keep them apart.
 
-Ranks may share the row: then each calls the model with some of its tokens.
+Ranks may share the row; each then calls the model with some of its tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 BY_SEQUENCE = "verl_by_sequence"
 SHARED = "verl_shared"
 LENGTHS = "sequence_lengths"
-"""What models are called with beside the packed row, and hand on to their attention: a list of ints."""
+"""The keyword with the sequences' lengths, a list of ints, which models pass on to their attention."""
 SHARERS = "sequence_sharers"
-"""And the ranks that share the row."""
+"""The keyword with the ranks that share the row."""
 PROBE = (16, 4)
 """Lengths of the two sequences of a probe: the second sees mostly the first one, if it sees it."""
 LEAK = 0.05
-"""In standard deviations of the last hidden states. What another grouping of tokens rounds differently is far below,
-what another context changes is far above."""
+"""In standard deviations of the last hidden states: far above the rounding of another grouping of tokens, far below the
+effect of another context."""
 
 
 def attend_by_sequence(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
@@ -84,7 +84,7 @@ class Pattern:
 
 
 def describe_mask(mask_function: Callable[..., Any], **options: Any) -> Pattern | None:
-    """In the place of a mask."""
+    """Return the pattern instead of a mask."""
     if mask_function is causal_mask_function:
         return None
     kept = ("local_size", "allow_is_causal_skip", "use_vmap", "device")
@@ -131,10 +131,10 @@ def attend_sequences_apart(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def keeps_sequences_apart(model: nn.Module, device: torch.device) -> bool:
-    """Whether a sequence in a row comes out the same, whatever is in front of it in that row.
+    """Whether the outputs of a sequence in a row do not depend on the sequences before it.
 
-    A collective: the model is called twice. It asks the model because no attribute of one tells: states, convolutions,
-    and masks that are made without looking at positions mix sequences.
+    A collective: it calls the model twice, because no attribute shows it: states, convolutions, and masks that ignore
+    positions mix sequences.
     """
     transformer: Any = model
     if remembers_tokens(model) or scales_by_column(model):

@@ -1,4 +1,4 @@
-"""Which tensors must not be rounded to the dtype of the others, on the way into the trainer or out of it."""
+"""Find tensors that must not be rounded to the dtype of the others, in the trainer or in a sync."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_NAMES_IN_MESSAGE = 8
 
 
 def require_precision(names: Iterable[str], checkpoint: HFCheckpoint, dtype: torch.dtype) -> None:
-    """Raises ConfigError if holding the model in `dtype` rounds what its checkpoint keeps wider than the rest."""
+    """Raises ConfigError if `dtype` would round tensors that the checkpoint keeps wider than the others."""
     common = checkpoint.common_dtype()
     if dtype.itemsize >= 4 or common.itemsize >= 4:  # nothing is rounded, or all of it, as was asked for
         return
@@ -35,7 +35,7 @@ def require_precision(names: Iterable[str], checkpoint: HFCheckpoint, dtype: tor
 
 
 def names_kept_wide(shapes: Mapping[str, tuple[int, ...]], checkpoint: HFCheckpoint) -> frozenset[str]:
-    """Those of `shapes`, tensors of the checkpoint, that `rollout.dtype` is not for: engines get them as trained.
+    """The tensors of `shapes` to which `rollout.dtype` does not apply: engines get them in the trainer's dtype.
 
     Tensors that the checkpoint keeps wider than its others, and vectors that are neither weight nor bias of a layer
     (corrections of routers, decays and steps of state-space layers): engines keep those in float32 for themselves. An
@@ -51,7 +51,7 @@ def names_kept_wide(shapes: Mapping[str, tuple[int, ...]], checkpoint: HFCheckpo
 
 
 def names_kept_by_transformers(model: PreTrainedModel, conversion: Conversion) -> frozenset[str]:
-    """Tensors of the checkpoint that transformers keeps in float32, whatever dtype a model is loaded in."""
+    """Tensors of the checkpoint that transformers keeps in float32 for every dtype of the model."""
     modules = names_kept_in_float32(model)
     patterns = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in modules]
     return frozenset(

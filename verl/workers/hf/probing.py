@@ -1,6 +1,6 @@
-"""How sequences may go through a model together, asked of a small one of the same configuration.
+"""Find out how sequences may share a call of a model, with a small model of the same configuration.
 
-The answer is held against the model as transformers builds it, which has each sequence alone.
+The results are compared with transformers' own model, called with each sequence alone.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from verl.workers.hf.shrinking import SHRINKINGS, VOCABULARY, shrunk
 logger = logging.getLogger(__name__)
 
 LENGTHS = (6, 19, 27, 27, 40)
-"""Shorter and longer than whatever a small model sees at once, and than what its positions are made for."""
+"""Lengths shorter and longer than a small model's windows and positions."""
 NEIGHBOURHOODS = ((0, 4, 2, 1, 3), (3, 2, 0), (4, 1))
 """Sequences that share a call, in this order: each is in two of them, beside others and elsewhere."""
 MOST_PARAMETERS = 60_000_000
 TOLERANCE = 1e-3
-"""Of outputs, in their standard deviations. Another grouping of sums rounds far below, another context is far above."""
+"""The tolerance of outputs in their standard deviations: far above rounding, far below the effect of a context."""
 
 Build = Callable[[PretrainedConfig, str | None], PreTrainedModel]
-"""A model of this configuration, with this implementation of attention (None: transformers' choice)."""
+"""Builds a model of a configuration with an implementation of attention (None: transformers' choice)."""
 
 
 class Way(IntEnum):
-    """How sequences go through a model: each is safe where the next one is."""
+    """How sequences share a call of a model. A model that supports one way supports all earlier ones."""
 
     NONE = -1
-    """Not even one by one it is what transformers computes."""
+    """Even single sequences give other results than transformers."""
     ALONE = 0
     ROWS = 1
     PACKED = 2
@@ -52,11 +52,11 @@ class Way(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Finding:
     way: Way
-    """The furthest that changes nothing, of those that were asked about."""
+    """The last of the tested ways that does not change results."""
     why: str = ""
-    """Not further, in words."""
+    """Why not a later way, in words."""
     sure: bool = True
-    """No error was met, which another run might not meet."""
+    """Whether no error occurred that another run might not have."""
 
     @classmethod
     def of(cls, way: int, why: str, sure: bool) -> Finding:
@@ -64,11 +64,11 @@ class Finding:
 
 
 class NoProbe(Exception):
-    """No small model can be asked; says why, in words."""
+    """No small model can be built; the text is the reason."""
 
 
 class NotComputed(NoProbe):
-    """Small models can be built, and none of them computes anything: no fault of their size."""
+    """Small models can be built, but none of them computes; the cause is not their size."""
 
 
 _FOUND: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def find_way(
     shared: bool = False,
     lasts: bool = False,
 ) -> Finding:
-    """How far sequences may go together in a model of `config`, `furthest` at most. No collective.
+    """The last way, up to `furthest`, in which sequences may share a call of a model of `config`. Not a collective.
 
     `shared`: with the attention of rows that ranks share. `lasts`: see `answered`. Takes little memory and a second at
     most, and no random numbers of anybody else. Implementations of attention that a CPU has not are not asked: torch's
@@ -103,7 +103,7 @@ def find_way(
 
 
 class Answer(Protocol):
-    """A dataclass of what JSON has. It is made again of its fields."""
+    """A dataclass that can be restored from its JSON fields."""
 
     @property
     def sure(self) -> bool: ...
@@ -118,10 +118,9 @@ _Answer = TypeVar("_Answer", bound=Answer)
 def answered(
     config: PretrainedConfig, question: str, find: Callable[[], _Answer], kind: type[_Answer], *, lasts: bool
 ) -> _Answer:
-    """What `find` returns, asked once for a configuration, with random numbers, warnings and messages of its own.
+    """The result of `find`, called once per configuration, isolated from the caller's random numbers and warnings.
 
-    Of a model that is transformers' own, and of nobody who may have changed it (`lasts`), an answer that is sure is
-    kept on disk for later runs.
+    A sure result for an unmodified model of transformers (`lasts`) is kept on disk for later runs.
     """
     described = config.to_json_string(use_diff=False)
     digest = answers.digest_of(f"{type(config).__name__} {described} {question} within {TOLERANCE}")
@@ -180,7 +179,7 @@ def _pair(
 
 
 class Probe:
-    """One small model, and what is right for it."""
+    """One small model, and its correct outputs."""
 
     def __init__(self, original: nn.Module, ours: PreTrainedModel) -> None:
         self.original, self.model = original, ours
@@ -226,7 +225,7 @@ class Probe:
         return bool((values.float() - expected).abs().max() <= TOLERANCE * right.std())
 
     def looks_ahead(self) -> str:
-        """In words, where logits are not of a next token that is sampled after what is before it; empty if they are."""
+        """Describe a place where the logits of a token depend on later tokens; empty if there is none."""
         few = 3
         before, whole = self.alone(self.sequences[0][:few]), self._right[0]
         if (before - whole[:few]).abs().max() <= TOLERANCE * whole.std():
@@ -235,7 +234,7 @@ class Probe:
         return f"{name} also looks at the tokens behind one, which are not there when it is sampled"
 
     def changes_parameters(self) -> str:
-        """In words, after a computation; empty if it has not. RWKV divides some for inference."""
+        """Describe a parameter that the computation has changed; empty if none. RWKV rescales some for inference."""
         if all(map(torch.equal, self._weights, self.model.parameters())):
             return ""
         return f"{type(self.model).__name__} changes its parameters while it computes"

@@ -1,8 +1,8 @@
-"""Tensors without values that remember where their elements come from.
+"""Tensors without values that record the origin of their elements.
 
-transformers describes how a checkpoint becomes a model by functions on tensors: stack these, split that, transpose.
-Called with a `Rearranged` for each tensor, the same functions tell which box of which tensor lands where, and nothing
-is read or copied. What is not a rearrangement of boxes (arithmetic, interleaving) is refused.
+transformers converts a checkpoint with functions on tensors: stack, split, transpose. Called with a `Rearranged` for
+each tensor, these functions show the destination of every box, without reading or copying a value. Other operations
+(arithmetic, interleaving) are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl.checkpoint_engine.plan.types import Box
 
 
 class NotARearrangement(AttributeError):
-    """Something other than moving boxes of elements was asked of a tensor."""
+    """An operation does more than move boxes of elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class Piece:
     start: tuple[int, ...]
     """First index in `origin`, of each of its dimensions."""
     dims: tuple[int | None, ...]
-    """For each dimension of `origin` the dimension of the rearranged tensor that runs along it. None: it stays at
-    `start`, as does a dimension of length one that was left out."""
+    """For each dimension of `origin` the corresponding dimension of the rearranged tensor. None: the index is `start`,
+    as for a dimension of length one that was removed."""
 
     @property
     def origin_box(self) -> Box:

@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the longest sequence of a call: which sequences may share one.
+"""Find sequences that may share a call of a model whose rotary embeddings depend on the longest sequence.
 
 `longrope` has two sets of frequencies, for calls up to a length and beyond it; `dynamic` has others for every longest
 position, and keeps those of the longest call so far. A sequence comes out as it does alone if all those of its call
@@ -18,7 +18,7 @@ LONGROPE = "longrope"
 DYNAMIC = "dynamic"
 """Kinds of RoPE with this in their names."""
 FROM_LONGEST = frozenset({DYNAMIC, LONGROPE})
-"""Kinds of RoPE that are computed anew from the largest position in a call."""
+"""Kinds of RoPE that every call computes from its largest position."""
 
 Regime = tuple[int, ...]
 
@@ -54,21 +54,21 @@ class _Stretched:
 
 
 class Regimes:
-    """Of the sequences that `model` computes. Without such embeddings all of them have the same one."""
+    """The regimes of sequences in `model`. Without such embeddings all sequences have the same regime."""
 
     def __init__(self, model: nn.Module) -> None:
         self._stretched = sorted(set(_stretched(model)), key=lambda found: (found.kind, found.original))
 
     def __bool__(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one regime."""
         return bool(self._stretched)
 
     def of(self, length: int) -> Regime:
-        """Sequences of equal regimes may share a call."""
+        """The regime of each sequence. Sequences of equal regimes may share a call."""
         return tuple(found.regime(length) for found in self._stretched)
 
     def forget(self) -> None:
-        """Before a call: the lengths of earlier ones mean nothing to it."""
+        """Reset the model's memory of earlier lengths, before a call."""
         for found in self._stretched:
             found.forget()
 
@@ -91,9 +91,9 @@ def _original(module: Any, kind: str, prefix: str) -> int:
 
 
 def why_engine_differs(config: Any, engine: str, longest: int) -> str | None:
-    """How vLLM or SGLang rotate otherwise than transformers where no sequence is longer than `longest`, in words.
+    """Describe how vLLM or SGLang rotate differently from transformers for sequences up to `longest`; empty if equal.
 
-    They end where a remedy may follow that helps in every case. `config` is that of the text.
+    The text can be continued with a remedy. `config` is that of the text model.
     tests/models/test_engine_ropes.py holds this against vLLM; other kinds of RoPE agree.
     """
     for rope in ropes(config):

@@ -1,7 +1,7 @@
-"""What a model that sees is called with, for sequences with pictures in rows.
+"""The inputs of a vision model for rows of sequences with pictures.
 
-Positions are those of the model's own `get_rope_index`. Tokens of pictures in a prompt are replaced by what the vision
-tower makes of them; such a token that was generated is embedded like any other.
+Positions are those of the model's own `get_rope_index`. The vision tower's states replace the picture tokens of a
+prompt; a generated picture token is embedded like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verl.utils.pictures import Picture, PictureProcessor
 
 
 def vision_tower(model: PreTrainedModel) -> nn.Module:
-    """Of a model that sees: what makes states of patches, with all that transformers counts as part of it."""
+    """The vision tower of a model, with all modules that transformers counts as part of it."""
     tower: nn.Module = model.get_encoder(modality="image")
     assert tower is not model  # which transformers returns of a model without one
     return tower
@@ -31,7 +31,7 @@ class Sight:
 
     processor: PictureProcessor
     pictures: Sequence[Sequence[Picture]]
-    """Of each sequence, in their order."""
+    """The pictures of each sequence, in order."""
 
     def of(self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Seen:
         """`input_ids` and `attention_mask` [sequences, columns], padding anywhere. Opens the pictures.
@@ -58,7 +58,7 @@ class Sight:
         return Seen(inputs=inputs, deltas=deltas.reshape(-1, 1), token_ids=input_ids)
 
     def require(self, token_ids: Sequence[int]) -> None:
-        """Of one sequence: raises what `of` would raise."""
+        """Check one sequence: raises the errors of `of`."""
         wanted = int(self._wanted(self.processor.inputs(self.pictures[0])))
         found = sum(token == self.processor.token_id for token in token_ids)
         if found < wanted:
@@ -72,8 +72,8 @@ class Sight:
         return ends.diff(prepend=ends.new_zeros(1))
 
     def with_blank(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[Sight, Any, Any]:
-        """The same and a last row with a blank picture, if nothing else is to be seen: where the ranks of a model that
-        is sharded gather its tower together, each has to call it, and its gradient is zero."""
+        """Add a row with a blank picture if there is none: all ranks of a sharded model must call its tower together.
+        The gradient of that row is zero."""
         if any(self.pictures):
             return self, input_ids, attention_mask
         blank = self.processor.blank()
@@ -91,7 +91,7 @@ class Seen:
     """Rows with their pictures."""
 
     inputs: dict[str, Any]
-    """What to call the model with, beside options."""
+    """The inputs of the model, without options."""
     deltas: torch.Tensor
     """[sequences, 1]: how much the position of a next token differs from the number of tokens before it."""
     token_ids: torch.Tensor

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Sharers:
-    """The ranks that share rows, as one of them sees them. Without a group it is alone, and nothing is exchanged."""
+    """The ranks that share rows, on one of them. Without a group it is a single rank and exchanges nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -22,7 +22,7 @@ class Sharers:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def own(self, row: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of [1, n], of which there are as many on every rank."""
+        """This rank's columns of [1, n]; every rank has the same number."""
         return row.chunk(self.size, dim=1)[self.rank]
 
     def joined(self, values: torch.Tensor, before: int, total: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class Sharers:
         return found
 
     def copies(self, heads: int) -> int:
-        """How many of each of `heads` heads it takes, at the least, for every rank to have equally many."""
+        """The fewest copies of each of `heads` heads with which every rank has the same number."""
         return self.size // math.gcd(self.size, heads)
 
     def heads_of_all(self, states: torch.Tensor) -> torch.Tensor:

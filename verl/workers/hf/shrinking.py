@@ -1,6 +1,6 @@
-"""A small model of the same configuration: narrow, with windows, chunks and top-k below short sequences.
+"""Make a small model of the same configuration: narrow, with windows, chunks and top-k below short sequences.
 
-What a probe asks it takes milliseconds, and it answers for lengths that the real model meets after thousands of tokens.
+A probe of it takes milliseconds, and covers lengths that the real model reaches after thousands of tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from verl.workers.hf.regimes import DYNAMIC
 SEEN = 8
 """Windows and chunks, in tokens."""
 CHOSEN = 4
-"""Of what is chosen by a score: keys, or blocks of them."""
+"""The number of keys, or blocks of keys, that a score chooses."""
 ORIGINAL = 16
-"""Tokens that positions are made for; longer sequences stretch them."""
+"""The original context length: longer sequences scale positions."""
 VOCABULARY = 128
 WIDTH = 64
 EXPERTS = 8
@@ -48,12 +48,12 @@ _REPEATED = re.compile(r"block_types$")
 """Lists of kinds of layers, which begin again where they end."""
 
 SHRINKINGS = ((1, 2), (2, 2), (1, 1), (2, 1), (None, 2), (None, 1), (1, 0), (None, 0))
-"""Ways to shrink, the furthest first: how many layers of each kind there are (None: all), and how narrow they become.
-Not every class of models can be built from the first, or is one with others."""
+"""Ways to shrink, the strongest first: the number of layers of each kind (None: all), and their width. Not every class
+of models supports the first ones."""
 
 
 def shrunk(config: PretrainedConfig, *, of_a_kind: int | None, narrow: int) -> PretrainedConfig:
-    """A copy of `config`, one of `SHRINKINGS`. May raise whatever a class of configurations raises."""
+    """A copy of `config`, shrunk by one of `SHRINKINGS`. May raise any error of a configuration class."""
     other = copy.deepcopy(config)
     text = other.get_text_config()
     _shrink_what_is_seen(text)

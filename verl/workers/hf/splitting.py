@@ -1,4 +1,4 @@
-"""Which models can compute rows that ranks share, each with some of the tokens and some of the heads."""
+"""Check that a model can compute rows that ranks share, each with some of the tokens and some of the heads."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from verl.workers.hf.sharers import Sharers
 
 KEY = "ulysses_sequence_parallel_size"
 ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers, as configs call them, in which a softmax over tokens is all that looks at other tokens."""
+"""Kinds of layers, by configs' names, in which only a softmax over tokens mixes tokens."""
 
 
 def attend_by_heads(model: PreTrainedModel, size: int) -> None:
-    """Have `model` compute rows that `size` ranks share. Raises ConfigError for one that is known not to be able to."""
+    """Make `model` compute rows that `size` ranks share. Raises ConfigError if it is known that it cannot."""
     if problem := why_not_shared(model, size):
         raise ConfigError(f"{KEY}={size}: {problem}")
     model.set_attn_implementation(SHARED)
 
 
 def why_not_shared(model: PreTrainedModel, size: int) -> str | None:
-    """What keeps `size` ranks from sharing the heads of `model`, which may be on the meta device."""
+    """Why `size` ranks cannot share the heads of `model`, which may be on the meta device; empty if they can."""
     name, config = f"the model {type(model).__name__}", model.config.get_text_config()
     if remembers_tokens(model):
         return f"{name} has states beside keys and values, which go from token to token and not by heads"
@@ -50,10 +50,10 @@ def why_not_shared(model: PreTrainedModel, size: int) -> str | None:
 
 @torch.no_grad()
 def computes_shared(model: nn.Module, sharers: Sharers, device: torch.device) -> bool:
-    """Whether a row comes out the same, whether this rank has all of it or `sharers` share it.
+    """Whether a row has the same outputs on this rank alone and shared by `sharers`.
 
-    A collective of all ranks: the model is called twice. It asks the model because no attribute of one tells whether
-    something beside attention looks at other tokens.
+    A collective of all ranks: it calls the model twice, because no attribute shows whether other layers than attention
+    mix tokens.
     """
     transformer: Any = model
     missing = -sum(PROBE) % sharers.size

@@ -1,4 +1,4 @@
-"""A language model and the checkpoint of a wrapper, which sees or hears as well: what is whose."""
+"""Convert the checkpoint of a multimodal wrapper for its language model alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from verl.workers.hf.conversion import Conversion, Shapes, conversion_of, first_
 def conversion_between(
     model: PreTrainedModel, config: PretrainedConfig, shapes: Shapes, *, may_lack: Collection[str] = ()
 ) -> Conversion:
-    """`conversion_of`, where the checkpoint of `shapes` has `config`, which may be that of a wrapper around `model`.
+    """`conversion_of` for a checkpoint whose `config` may be that of a wrapper around `model`.
 
-    transformers then says what is whose in the whole model, of which `model` has a part under shorter names. The rest
-    is left aside, and need not be there. `may_lack` is for checkpoints of `model` alone.
+    transformers' rules are then those of the whole model, of which `model` has a part under shorter names. Other
+    tensors are left aside, and may be missing. `may_lack` is for checkpoints of `model` alone.
 
     Raises PlanError for a wrapper in which `model` is not found.
     """

@@ -1,4 +1,4 @@
-"""What trainer ranks minimise: policy losses, KL estimates, and how token losses become one number."""
+"""Losses of trainer ranks: policy losses, KL estimates, and the aggregation of token losses."""
 
 from verl.workers.losses.aggregation import LossTotals, agg_loss, within_mini_batch
 from verl.workers.losses.entropy import compute_entropy_loss

@@ -1,4 +1,4 @@
-"""One number from many token losses, the same however the mini-batch is cut."""
+"""Aggregate token losses into one number that does not depend on how the mini-batch is divided."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LossTotals:
     num_sequences: float
     """Sequences with at least one such token; the rest is padding and counts nowhere."""
     loss_scale_factor: float | None = None
-    """What `seq-mean-token-sum-norm` divides by, where a call does not say; None: the number of columns."""
+    """The default divisor of `seq-mean-token-sum-norm`; None: the number of columns."""
 
     @classmethod
     def of(cls, loss_mask: torch.Tensor) -> LossTotals:
@@ -56,7 +56,7 @@ def within_mini_batch(totals: LossTotals) -> Iterator[None]:
 
 
 def totals_in_force(loss_mask: torch.Tensor) -> LossTotals:
-    """Those of `within_mini_batch`; outside of one, those of `loss_mask` alone."""
+    """The totals of `within_mini_batch`; outside of such a block, those of `loss_mask` alone."""
     return _of_mini_batch.get() or LossTotals.of(loss_mask)
 
 

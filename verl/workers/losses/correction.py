@@ -1,7 +1,7 @@
-"""The rollout engine's policy against the trainer's: importance weights, and what is rejected as too far off.
+"""Correct the mismatch of rollout engine and trainer: importance weights, and rejection of tokens that are too far off.
 
-The driver applies them once per batch, to the policy before the update; `ActorLoss` to the policy as it is, where the
-engine's log-probs stand for that before the update.
+The driver applies it once per batch, to the policy before the update. If the engine's log-probs stand for that policy,
+`ActorLoss` applies it to the present one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ KEPT = "kept_tokens"
 
 
 def learned_from(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """`response_mask` without what was rejected, of its dtype.
+    """`response_mask` without rejected tokens, of its dtype.
 
-    Losses are still divided by the tokens and sequences of `response_mask`, so that a token weighs the same whatever is
-    rejected beside it.
+    Losses are still divided by the tokens and sequences of `response_mask`, so that rejection does not change the
+    weight of other tokens.
     """
     mask = batch["response_mask"]
     return mask * batch[KEPT].to(mask.dtype) if KEPT in batch else mask
@@ -83,7 +83,7 @@ def kept_tokens(log_ratio: torch.Tensor, mask: torch.Tensor, config: RolloutCorr
 
 
 def drift(name: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What `rollout_rs=name` bounds: [B, R] for tokens, 0 where the mask is, else [B, 1]."""
+    """The quantity that `rollout_rs=name` bounds: [B, R] for tokens, 0 where the mask is 0; [B, 1] for sequences."""
     level, _, kind = name.rpartition("_")
     return _over(level, _divergence(log_ratio, kind), mask)
 

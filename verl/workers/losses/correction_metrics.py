@@ -1,4 +1,4 @@
-"""How far the rollout engine's policy and the trainer's are apart, under verl's names `rollout_corr/...`."""
+"""Metrics of the mismatch between rollout engine and trainer, under verl's names `rollout_corr/...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a student is from its teacher on the tokens that the student has written, per token."""
+"""Divergences of a student from its teacher on the student's own tokens, per token."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
 
 def get_policy_loss_fn(name: str) -> PolicyLoss:
-    """Raises ConfigError for a name that nobody registered, and for a function that cannot be called as a loss."""
+    """The loss of that name. Raises ConfigError for an unknown name, and for a function with a wrong signature."""
     return POLICY_LOSSES.get(name)
 
 
 def token_share(values: torch.Tensor, mask: torch.Tensor, totals: LossTotals) -> float:
-    """Of the mean of `values` over the tokens of the mini-batch."""
+    """This micro-batch's share of the mean of `values` over the tokens of the mini-batch."""
     return masked_sum(values.detach().float(), mask).item() / max(totals.num_tokens, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Which of Megatron's linear layers get LoRA adapters, and how those are cut. Pure: the driver asks, too.
+"""The LoRA adapters of Megatron's linear layers, and how ranks divide them. Pure: the driver calls it, too.
 
 Of x W', (B A) scale is added to W. Where a tensor-parallel rank has rows of W it has the same rows of B and all of A;
 where it has columns, the same columns of A and all of B. So it can add its part without another rank. A layer of
@@ -29,10 +29,10 @@ NAMES = {
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
 }
-"""How Megatron and its bridge to Hugging Face call what `target_modules` names."""
+"""Names of `target_modules` in Megatron and its bridge to Hugging Face."""
 WEIGHT = ".weight"
 CUTS = (Cut.ROWS, Cut.COLUMNS, Cut.QUERY_GROUPS)
-"""Those of linear layers."""
+"""The cuts of linear layers."""
 
 
 def with_adapters(config: HFModelConfig, hf_config: Any) -> tuple[Architecture, dict[str, tuple[int, ...]]]:
@@ -46,7 +46,7 @@ def with_adapters(config: HFModelConfig, hf_config: Any) -> tuple[Architecture, 
 
 
 def in_hugging_face_names(config: HFModelConfig, model_type: str) -> HFModelConfig:
-    """`config` with Hugging Face's names for those layers that `target_modules` calls as Megatron does.
+    """`config` with Megatron's names in `target_modules` replaced by Hugging Face's.
 
     Raises ConfigError for layers of experts.
     """

@@ -15,7 +15,7 @@ from verl.utils.config import ConfigError, did_you_mean
 
 
 class Cut(Enum):
-    """What a tensor-parallel rank holds of a local tensor, and how several Hugging Face tensors lie in it."""
+    """How tensor-parallel ranks divide a Megatron tensor, and how Hugging Face tensors are arranged in it."""
 
     WHOLE = "whole"
     """Every rank has all of it."""
@@ -30,7 +30,7 @@ class Cut(Enum):
 
 
 class Place(Enum):
-    """Which pipeline stages have it."""
+    """The pipeline stages that have a tensor."""
 
     FIRST = "first stage"
     LAYER = "the stage of its layer"
@@ -40,7 +40,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One tensor of Megatron and what it is made of.
+    """One tensor of Megatron and the Hugging Face tensors that form it.
 
     `{layer}` stands for the layer's index in the whole model on the Hugging Face side, and among the layers of the
     stage on Megatron's; `{expert}` likewise for experts, of which a rank has some.
@@ -52,9 +52,9 @@ class Row:
     cut: Cut = Cut.WHOLE
     place: Place = Place.LAYER
     gradient_is_partial: bool = False
-    """Every tensor-parallel rank has all of it, and uses it for its own heads: their gradients have to be added."""
+    """Every tensor-parallel rank has the whole tensor and uses it for its own heads, so gradients must be summed."""
     is_adapter: bool = False
-    """It is trained beside a weight that is not."""
+    """Whether it is a trained adapter beside a frozen weight."""
 
     @property
     def is_expert(self) -> bool:
@@ -74,7 +74,7 @@ class Architecture:
         return any(row.is_expert for row in self.rows)
 
     def has(self, suffix: str) -> bool:
-        """Whether some tensor of Megatron's is called like this."""
+        """Whether a tensor of Megatron has this name."""
         return any(row.megatron.endswith(suffix) for row in self.rows)
 
 
@@ -98,9 +98,9 @@ VALUE_HEAD = (
     Row(megatron="output_layer.weight", hugging_face={"score.weight": ("labels", "hidden")}, place=Place.LAST),
     Row(megatron="output_layer.bias", hugging_face={"score.bias": ("labels",)}, place=Place.LAST),
 )
-"""A critic's. A checkpoint of the policy has none of it: it starts at zero then."""
+"""The head of a critic. A policy's checkpoint lacks it, and it starts at zero then."""
 TIED_NAME = "lm_head.weight"
-"""What a checkpoint with tied embeddings may repeat."""
+"""The name under which a checkpoint may repeat tied embeddings."""
 
 _ATTENTION = (
     Row(

@@ -1,4 +1,4 @@
-"""From a model's directory to what a rank holds of it in Megatron: laid out, made, and given its weights."""
+"""Build a rank's part of a model in Megatron from the model's directory: layout, module and weights."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from verl.workers.hf.precision import names_kept_wide, require_precision
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the tensors of a model lie on the ranks."""
+    """How ranks divide the tensors of a model."""
 
     architecture: Architecture
     dims: Dimensions
     sizes: ParallelSizes
     adapters: Mapping[str, tuple[int, ...]]
-    """The shapes of all of them, in the order of Hugging Face's model."""
+    """The shapes of all adapters, in the order of Hugging Face's model."""
 
     @cached_property
     def own(self) -> list[LocalTensor]:
-        """Those of this rank."""
+        """The local tensors of this rank."""
         return self.tensors_of(dist.get_rank())
 
     def tensors_of(self, rank: int) -> list[LocalTensor]:
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def stage(self) -> range:
-        """The layers that this rank has."""
+        """The layers of this rank's pipeline stage."""
         stages = self.sizes.stages(self.dims.layers)
         assert stages is not None  # checked before any process started
         return stages[self.sizes.of(dist.get_rank()).pipeline]
@@ -63,29 +63,29 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltModel:
-    """What a rank holds of a model."""
+    """A rank's part of a model."""
 
     module: torch.nn.Module
     layout: Layout
     trained: list[LocalTensor]
-    """Those of `layout.own` that an optimizer changes."""
+    """The tensors of `layout.own` that an optimizer changes."""
     weights: Weights
     dtypes: Mapping[bool, torch.dtype]
-    """Of what is kept of adapters (true) and of the rest."""
+    """The dtypes of adapters (true) and of other tensors (false)."""
     held: dict[str, HeldTensor]
     """`weights` under Hugging Face's names."""
     kept_wide: frozenset[str]
     """Names in `held` that are sent wider than the rest."""
     scale: float
-    """Of what adapters add."""
+    """The factor of an adapter's product."""
 
     @property
     def checkpointed(self) -> dict[str, HeldTensor]:
-        """What checkpoints hold: the base of adapters is in the model's directory."""
+        """The tensors of checkpoints. With adapters the base is not among them: it is in the model's directory."""
         return {name: self.held[name] for name in self.layout.adapters} or self.held
 
     def merged(self) -> dict[str, HeldTensor]:
-        """`held`, with adapters in the weights that they are added to."""
+        """`held`, with adapters merged into their weights."""
         return merged(self.held, self.scale)
 
     def in_hf_names(self, tensors: dict[str, torch.Tensor]) -> dict[str, HeldTensor]:
@@ -96,7 +96,7 @@ class BuiltModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Builder:
-    """Of one model. The process group must exist."""
+    """Builds one model. The process group must exist."""
 
     model_config: HFModelConfig
     config: MegatronConfig
@@ -109,7 +109,7 @@ class Builder:
     """Otherwise it is frozen (a reference policy)."""
 
     def build(self) -> tuple[BuiltModel, Filled | None]:
-        """The model, and what it was given of its directory; None: it has weights of another checkpoint instead.
+        """Build the model. Also returns what it read of its directory; None if it loaded another checkpoint instead.
 
         Raises ConfigError for a model and layout that do not fit each other. A collective.
         """

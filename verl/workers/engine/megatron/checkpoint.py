@@ -16,10 +16,10 @@ from verl.workers.engine.tensors import HeldTensor, Part
 
 
 class HeldInCheckpoint(torch.Tensor):
-    """A tensor of which this rank holds parts, as torch DCP's `_Checkpointable`: it writes and fills them in place.
+    """A tensor of which this rank holds parts, as torch DCP's `_Checkpointable`: DCP writes and fills them in place.
 
-    A `torch.Tensor` of the whole shape, because DCP looks at nothing else, without memory. Ranks that hold the same
-    part declare the same item; DCP has it written once.
+    It is a `torch.Tensor` of the whole shape without memory, because DCP accepts nothing else. Ranks that hold the same
+    part declare the same item, and DCP writes it once.
     """
 
     _parts: dict[torch.Size, Part]
@@ -31,7 +31,7 @@ class HeldInCheckpoint(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Torch asks for it: there is nothing here to compute with."""
+        """Required by torch: the tensor has no memory to compute with."""
         raise TypeError(f"{func} of a tensor that only names its parts")
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:

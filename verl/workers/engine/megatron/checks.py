@@ -1,4 +1,4 @@
-"""Whether a model can be cut as the configuration says. Pure: the driver asks before any process starts."""
+"""Check that ranks can divide a model as configured. Pure: the driver calls it before any process starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import listed_names
 
 RECORD = "metadata.json"
-"""In every distributed checkpoint of Megatron's."""
+"""A file in every distributed checkpoint of Megatron."""
 KEY = "actor_rollout_ref.actor.megatron"
 OF_MODEL = frozenset(
     [
@@ -51,7 +51,7 @@ OF_MODEL = frozenset(
         "moe_shared_expert_intermediate_size",
     ]
 )
-"""Fields of Megatron's configuration that the weights or the engine need as they are."""
+"""Fields of Megatron's configuration that the user must not override: the weights or the engine depend on them."""
 OF_LAYOUT = ("num_layers", "pipeline_", "account_for_", "virtual_pipeline", "multi_latent", "mtp_")
 
 NARROW = ("fp8", "fp4")
@@ -67,7 +67,7 @@ class Checkpoint(Protocol):
 
 
 def check_job(config: MegatronConfig, model_config: HFModelConfig, world: int, device: str, labels: int) -> None:
-    """For `world` trainer ranks; `model_config.path` is a local directory. `labels`: see `Dimensions`.
+    """Check a job of `world` trainer ranks; `model_config.path` is a local directory. `labels`: see `Dimensions`.
 
     Raises ConfigError.
     """
@@ -108,7 +108,7 @@ def check(
     labels: int = 0,
     dropout: str = OFF,
 ) -> None:
-    """Raises ConfigError with one line for everything that does not fit: layout, fields of the config, tensors."""
+    """Raises ConfigError with a line for each problem: layout, fields of the config, tensors."""
     architecture = architecture_of(hf_config.model_type, "critic.strategy" if labels else "strategy")
     dims = Dimensions.of(hf_config, padded_vocab=config.padded_vocab(hf_config.vocab_size), labels=labels)
     problems = [

@@ -1,6 +1,6 @@
-"""What megatron-core 0.16.1 needs to run on a CPU. Applied to the process, once, and on `device=cpu` only.
+"""Adapt megatron-core 0.16.1 to CPUs. Applied to the process once, and on `device=cpu` only.
 
-What is private there is in `verl/compat/megatron.py`. Each adaptation names the lines of megatron-core that it answers.
+Private names of it are in `verl/compat/megatron.py`. Each adaptation names the lines of megatron-core that need it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl.workers.engine.megatron import library
 
 @cache
 def adapt() -> None:
-    """Idempotent. A torch without CUDA, on which nothing else can depend on what is replaced here."""
+    """Apply all adaptations. Idempotent. It needs a torch without CUDA, so that no other code uses what it replaces."""
     # Buffers of collectives and positions are made on the current device: tensor_parallel/mappings.py:91, 141, 181,
     # tensor_parallel/layers.py:552, 597, pipeline_parallel/p2p_communication.py:190-202, 313, 321,
     # models/common/embeddings/rotary_pos_embedding.py:162, transformer/moe/router.py:90.

@@ -1,4 +1,4 @@
-"""Weights from Megatron's own distributed checkpoints, whatever layout of ranks wrote them."""
+"""Load weights from Megatron's own distributed checkpoints, written by any layout of ranks."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class MegatronEngine:
     """
 
     labels: ClassVar[int] = 0
-    """As in `Dimensions`."""
+    """`Dimensions.labels`."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class MegatronEngine:
             self.export_hf(directory / "huggingface")
 
     def load_checkpoint(self, directory: Path, contents: Sequence[str]) -> None:
-        """`hf_model` in `contents` means nothing here: it is an export, the training state is `model`."""
+        """Ignores `hf_model` in `contents`: it is an export; `model` is the training state."""
         if "model" in contents:
             own = self._built().checkpointed
             require_same_tensors_in(directory, {name: tensor.shape for name, tensor in own.items()})
@@ -263,7 +263,7 @@ class MegatronEngine:
         return state.places(self._built(), self._optimizer)
 
     def export_hf(self, directory: Path, dtype: str | None = None) -> None:
-        """At `dtype`, by default that of each tensor in the model's directory. Adapters are merged into the weights."""
+        """Export in `dtype`, by default that of each tensor in the model's directory, with adapters merged."""
         built = self._built()
         export_hf(
             directory,
@@ -285,7 +285,7 @@ class MegatronEngine:
     # ---- helpers
 
     def own_blocks(self) -> list[torch.nn.Module]:
-        """See `verl.workers.own_time.HasOwnBlocks`. Where ranks share a layer only its attention is a rank's own."""
+        """See `verl.workers.own_time.HasOwnBlocks`. If ranks share layers, only attention has no collectives."""
         built = self._built()
         alone = built.layout.sizes.tensor == built.layout.sizes.expert == 1
         return named_blocks(built.module, "mlp" if alone else "core_attention")

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face model directory, or adapters, from a Megatron model: rank 0 collects tensor after tensor."""
+"""Write a Hugging Face model directory, or adapters, from a Megatron model: rank 0 collects one tensor at a time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def save_peft(
 
 
 class TensorCollector:
-    """Whole tensors on rank 0, from the first rank that holds each piece. Every rank knows what every rank holds."""
+    """Collects whole tensors on rank 0, each piece from the first rank that holds it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class TensorCollector:
         *,
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        """Of the pieces those of `tensors` are collected."""
+        """`tensors`: those to collect."""
         self._tensors, self._dtypes = tensors, dtypes
         self._owners: dict[str, list[tuple[int, Piece]]] = {name: [] for name in tensors}
         seen = set()
@@ -84,7 +84,7 @@ class TensorCollector:
                     self._owners[piece.name].append((rank, piece))
 
     def collect(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensor by its name on rank 0. A collective, in the order of all ranks."""
+        """Return the named tensor on rank 0. A collective, called in the same order on all ranks."""
         if dist.get_rank() == 0:
             return {name: self._receive(name)}
         for owner, piece in self._owners[name]:

@@ -1,4 +1,4 @@
-"""From a micro-batch to log-probs and entropies of its responses, over a vocabulary that ranks share; or to values."""
+"""Compute log-probs and entropies of a micro-batch's responses, over a vocabulary that ranks share, or values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from verl.protocol import DataProto, tensors_of
 from verl.workers.engine.megatron.library import parallel_state, reduce_from_tensor_model_parallel_region
 
 UNLIKELY = -1e30
-"""A score whose exponential is 0, and which is finite, as 0 times infinity is not 0."""
+"""A finite score whose exponential is 0: 0 times infinity is not 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """A micro-batch whose sequences begin in column 0.
 
-    Megatron counts positions by column. A token is then at its own, and the padding behind the last one is in nobody's
-    past: a causal mask is all that is needed.
+    Megatron counts positions by column, which are then right. No token precedes padding at the end, so a causal mask is
+    enough.
     """
 
     input_ids: torch.Tensor
@@ -31,13 +31,13 @@ class PackedBatch:
     padding: torch.Tensor
     """[b, R]"""
     columns: torch.Tensor
-    """[b, s]: where a token stood before; -1 on padding."""
+    """[b, s]: the original column of a token; -1 on padding."""
     num_columns: int
-    """P+R, before."""
+    """P+R, the original number of columns."""
 
     @classmethod
     def of(cls, micro_batch: DataProto, *, multiple: int = 1) -> PackedBatch:
-        """`multiple`: what the number of columns must be divisible by."""
+        """`multiple`: a divisor that the number of columns must have."""
         batch = tensors_of(micro_batch)
         mask = batch["attention_mask"].bool()
         num_response = batch["responses"].shape[1]
@@ -63,7 +63,7 @@ class PackedBatch:
 
 
 def response_values(outputs: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-    """Before each token of the response: float32 [b, R], from the outputs [b, s, 1] of a value head; 0 on padding."""
+    """Values before each response token, float32 [b, R], from a value head's outputs [b, s, 1]; 0 on padding."""
     return torch.gather(outputs[..., 0], 1, packed.source).float().masked_fill(packed.padding, 0.0)
 
 

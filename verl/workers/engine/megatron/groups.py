@@ -1,4 +1,4 @@
-"""Megatron's process groups, which belong to the process, and the few collectives of ours on them."""
+"""Megatron's process groups, which are global to the process, and our collectives on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _joined: tuple[dist.ProcessGroup, ParallelSizes] | None = None
 
 
 def join(sizes: ParallelSizes) -> None:
-    """Make the groups for `sizes` over the default process group, unless they are there already. A collective."""
+    """Make the groups for `sizes` over the default process group, unless they exist. A collective."""
     global _joined
     world = dist.group.WORLD
     assert world is not None  # the caller has initialised it
@@ -40,7 +40,7 @@ def gather_from_model_parallel(data: DataProto) -> tuple[DataProto, slice]:
 
 
 def sharing_a_loss() -> dist.ProcessGroup | None:
-    """The ranks that compute the same loss, each for its part of the model; None if this rank is alone with its own."""
+    """The group of ranks that compute the same loss, each for its part of the model; None if it is this rank alone."""
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     return group if dist.get_world_size(group) > 1 else None
 
@@ -58,7 +58,7 @@ def sum_of_stages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of_stages(tensor: torch.Tensor) -> torch.Tensor:
-    """As `sum_of_stages`."""
+    """The maximum of a CPU tensor that every stage has, as `sum_of_stages`."""
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_pipeline_group())
     return tensor
 

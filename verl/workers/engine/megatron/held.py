@@ -1,4 +1,4 @@
-"""What a Megatron rank holds, under Hugging Face names: loading, checkpoints and the weight source share it."""
+"""A Megatron rank's tensors under Hugging Face names, for loading, checkpoints and the weight source."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def held_tensors(
 ) -> dict[str, HeldTensor]:
     """Every tensor of the checkpoint and every adapter, in the same order on every rank, and this rank's parts of it.
 
-    `tensors` are this rank's; `weights` are its memory under Megatron's names, which the parts are views of. `dtypes`:
-    of what is an adapter (true), and of what is not.
+    `tensors` are this rank's; `weights` are its memory under Megatron's names, of which the parts are views. `dtypes`:
+    those of adapters (true) and of other tensors (false).
     """
     parts: dict[str, list[Part]] = {}
     for piece in (piece for tensor in tensors for piece in tensor.pieces):
@@ -37,6 +37,6 @@ def held_tensors(
 
 
 def view(weights: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    """The memory of a piece."""
+    """A view of a piece's memory."""
     box = piece.local_box
     return weights[piece.local].detach()[tuple(map(slice, box.start, box.stop))]

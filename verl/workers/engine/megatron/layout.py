@@ -1,4 +1,4 @@
-"""Which part of which Hugging Face tensor a Megatron rank holds, and where. Pure arithmetic: no torch, no processes."""
+"""The parts of Hugging Face tensors that a Megatron rank holds, and their places. Pure arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verl.workers.engine.megatron.architectures import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """Of one model. The names are those in the shapes of `Row`."""
+    """The dimensions of one model, under the names in the shapes of `Row`."""
 
     layers: int
     vocab: int
@@ -30,16 +30,16 @@ class Dimensions:
     hidden: int
     heads: int
     groups: int
-    """Query groups: heads of k and of v."""
+    """The number of query groups: heads of k and of v."""
     head_dim: int
     ffn: int
     experts: int = 0
     expert_ffn: int = 0
     tied: bool = False
     labels: int = 0
-    """Numbers for every token, of a value head; 0: scores of the vocabulary."""
+    """Numbers per token of a value head; 0: the head gives scores of the vocabulary."""
     rank: int = 0
-    """Of adapters."""
+    """The rank of adapters."""
 
     @property
     def q(self) -> int:
@@ -51,7 +51,7 @@ class Dimensions:
 
     @classmethod
     def of(cls, hf_config: Any, *, padded_vocab: int | None = None, labels: int = 0, rank: int = 0) -> Dimensions:
-        """From a Hugging Face config of a known architecture. With `labels` it has a value head."""
+        """The dimensions of a Hugging Face config of a known architecture; with `labels` for a value head."""
         experts = (getattr(hf_config, "num_experts", 0) or 0) if architecture_of(hf_config.model_type).is_moe else 0
         return cls(
             layers=hf_config.num_hidden_layers,
@@ -98,7 +98,7 @@ class ParallelSizes:
     """None: as many as the others."""
     counts_embedding: bool = False
     counts_loss: bool = False
-    """As a layer of the first stage, and of the last."""
+    """Whether embedding and loss count as layers of the first and the last stage."""
 
     @property
     def data(self) -> int:
@@ -119,7 +119,7 @@ class ParallelSizes:
         )
 
     def stages(self, layers: int) -> list[range] | None:
-        """The layers of every stage; None if they cannot be dealt out."""
+        """The layers of every stage; None if they cannot be divided."""
         stated = (self.first_stage_layers, self.last_stage_layers)
         if (self.counts_embedding or self.counts_loss) and stated != (None, None):
             return None
@@ -193,7 +193,7 @@ class LocalTensor:
 def local_tensors(
     architecture: Architecture, dims: Dimensions, sizes: ParallelSizes, rank: int
 ) -> Iterator[LocalTensor]:
-    """What rank `rank` holds, in an order that depends on its stage."""
+    """The local tensors of `rank`, in an order that depends on its stage."""
     place = sizes.of(rank)
     stages = sizes.stages(dims.layers)
     assert stages is not None  # checked before any process started
@@ -228,7 +228,7 @@ def local_tensors(
 
 
 def divide(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that gets each of `sizes`: one after the other, each to the first rank that has least."""
+    """Assign each of `sizes`, in order, to the first rank with the least load; returns the ranks."""
     loads, found = [0] * ranks, []
     for size in sizes:
         rank = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""megatron-core, imported here and nowhere else."""
+"""The only module that imports megatron-core."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from verl.workers.engine.megatron.installed import require_installed
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Megatron's warnings about its own deprecated defaults, and about Apex and Transformer Engine, which need
-    not be there."""
+    """In this block, suppress Megatron's warnings about its own deprecated defaults and about Apex and Transformer
+    Engine, which are optional."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,6 +1,6 @@
 """LoRA on Megatron: small trainable matrices beside its frozen linear layers, cut as `adapted` says.
 
-What is sent and exported is made by each rank alone: it has what of A and B belongs to its part of W.
+Each rank merges alone for syncs and exports: it holds the parts of A and B that belong to its part of W.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attach(
 
 
 def keep_gradients(model: Any) -> None:
-    """Recomputation passes gradients on only where its inputs have some; what is before the first layer is frozen."""
+    """Make the first layer's inputs require gradients: embeddings are frozen, and recomputation would pass none."""
     if model.pre_process:
         model.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_())
 
@@ -60,7 +60,7 @@ def _add(layer: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, Any])
 
 
 class Adapter(torch.nn.Module):
-    """Of one of Megatron's linear layers: of all the Hugging Face layers that are in it, or of some."""
+    """The adapter of one of Megatron's linear layers, for all or some of the Hugging Face layers in it."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Adapter(torch.nn.Module):
         self.b = torch.nn.Parameter(torch.zeros(rows, rank))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[s, b, outputs] from [s, b, inputs], both as the layer of this rank has them."""
+        """[s, b, outputs] from [s, b, inputs], with this rank's inputs and outputs."""
         narrow = functional.linear(inputs, self.a) * self._scale
         if self._by_columns:  # what the ranks have is a sum's terms
             add_up = (
@@ -120,7 +120,7 @@ class Adapter(torch.nn.Module):
 
 
 def merged(tensors: Mapping[str, HeldTensor], scale: float) -> dict[str, HeldTensor]:
-    """`tensors` of this rank as they are without adapters, with those added to what is read."""
+    """`tensors` of this rank under the names without adapters, whose values are read with adapters merged."""
     found = {}
     for name, tensor in base_tensors(tensors).items():
         layer = name.removesuffix(".weight")

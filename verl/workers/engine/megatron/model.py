@@ -1,4 +1,4 @@
-"""A Hugging Face config as Megatron's `GPTModel`, filled from a Hugging Face checkpoint."""
+"""Make Megatron's `GPTModel` from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def make_model(
 
 
 class ValueHead(torch.nn.Module):
-    """In the place of Megatron's `output_layer`. Every tensor-parallel rank has all of it.
+    """Replaces Megatron's `output_layer` in a critic. Every tensor-parallel rank has the whole head.
 
-    With sequence parallelism each applies it to its own tokens, and its gradients are partial, as those of norms are.
+    With sequence parallelism each rank applies it to its own tokens, and its gradients are partial, as those of norms.
     """
 
     def __init__(self, dims: Dimensions, config: Any) -> None:
@@ -181,7 +181,7 @@ def _experts(hf_config: Any, dims: Dimensions) -> dict[str, Any]:
 
 
 def require_same_tensors(model: torch.nn.Module, tensors: list[LocalTensor]) -> None:
-    """Raises PlanError listing what `GPTModel` has and the map has not, and the other way round."""
+    """Raises PlanError listing tensors that only `GPTModel` or only the map has."""
     have = {name for name, _ in model.named_parameters()}
     mapped = {tensor.name for tensor in tensors}
     if have != mapped:

@@ -21,14 +21,14 @@ from verl.workers.engine.schedule import learning_rate
 
 
 class Weights:
-    """What is trained: the model's own parameters, or copies in another dtype that the model's are rounded from.
+    """The trained weights: the model's parameters, or copies in another dtype from which those are rounded.
 
-    Checkpoints, exports and the weight source read `tensors`, under Megatron's names, which are also those of what is
-    frozen beside adapters.
+    Checkpoints, exports and the weight source read `tensors`, under Megatron's names; with adapters these include the
+    frozen weights.
     """
 
     def __init__(self, model: torch.nn.Module, dtypes: Mapping[str, torch.dtype], *, trained: Collection[str]) -> None:
-        """`dtypes` are those of the copies; a model of which nothing is `trained` needs none."""
+        """`dtypes`: those of the copies; a model without `trained` tensors needs none."""
         self._parameters = dict(model.named_parameters())
         self._trained = frozenset(trained)
         self.tensors: dict[str, torch.Tensor] = {}
@@ -44,11 +44,11 @@ class Weights:
                 when_accumulated(partial(_move_gradient, weight))
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """Of `tensors`, what an optimizer changes."""
+        """The part of `tensors` that an optimizer changes."""
         return {name: tensor for name, tensor in self.tensors.items() if name in self._trained}
 
     def publish(self) -> None:
-        """Give the model the present values of `tensors`."""
+        """Copy the present values of `tensors` into the model."""
         self._publish(self._parameters)
 
     def publish_trained(self) -> None:
@@ -75,8 +75,8 @@ def _move_gradient(weight: torch.Tensor, parameter: torch.Tensor) -> None:
 class Optimizer:
     """AdamW on `Weights`, whose gradients are those of the rank's own sequences until `step` adds up those of all.
 
-    `distributed` data-parallel ranks keep the moments of a part of the tensors each, step those, and send the others
-    what became of them. Otherwise each keeps the moments of all that it holds.
+    With `distributed` each data-parallel rank keeps the moments of a part of the tensors, steps those, and broadcasts
+    them. Otherwise each rank keeps the moments of all its tensors.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_step: int, before_step: Callable[[], None]) -> float:
-        """Add up, clip, step unless the norm is not finite, clear. A collective; `before_step` as engines have it.
+        """Sum and clip gradients, step if the norm is finite, clear. A collective; `before_step` as in engines.
 
         Returns the norm over all ranks before clipping.
         """
@@ -136,7 +136,7 @@ class Optimizer:
 
     @property
     def steps(self) -> int:
-        """How many were taken."""
+        """The number of steps taken."""
         return self._steps
 
     @steps.setter
@@ -146,7 +146,7 @@ class Optimizer:
             step.fill_(count)
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Kind -> Megatron's name -> the tensor itself, of what this rank steps; made if no step has been taken yet."""
+        """Kind -> Megatron's name -> moment of the tensors that this rank steps; zeros before the first step."""
         return {kind: own for kind in ("exp_avg", "exp_avg_sq") if (own := self._state(kind))}
 
     def _state(self, kind: str) -> dict[str, torch.Tensor]:

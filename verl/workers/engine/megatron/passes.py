@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from verl.workers.engine.micro_batches import MicroBatchLimits
 
 Compute = Callable[[torch.Tensor, torch.Tensor, DataProto], tuple[torch.Tensor, Any]]
-"""(log-probs, entropies, micro-batch) -> what to minimise, and what to return for the micro-batch."""
+"""(log-probs, entropies, micro-batch) -> the loss, and the result for the micro-batch."""
 OfResponses = Callable[[torch.Tensor, PackedBatch, DataProto, float], tuple[torch.Tensor, torch.Tensor]]
 """(outputs of the last stage, their tokens, micro-batch, temperature) -> log-probs and entropies, float32 [b, R]."""
 
 
 class Passes:
-    """Of one model. Every method is a collective."""
+    """The passes of one model. Every method is a collective."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Passes:
         multiple: int,
         replay: RouterReplay | None,
     ) -> None:
-        """`multiple` as in `PackedBatch.of`. `replay`: along whose routes tokens go."""
+        """`multiple`: that of `PackedBatch.of`. `replay`: the router replay that gives tokens their experts."""
         self._model, self._of_responses = model, of_responses
         self._device, self._multiple, self._replay = device, multiple, replay
 
@@ -52,7 +52,7 @@ class Passes:
         forward_only: bool,
         records: bool = False,
     ) -> list[Any]:
-        """Megatron's schedule over `micro_batches`; what `compute` returned for each, on the last stage."""
+        """Run Megatron's schedule over `micro_batches`; return `compute`'s result for each on the last stage."""
         if self._replay is not None:
             self._replay.begin(records=records)
 
@@ -87,13 +87,13 @@ class Passes:
 
 
 def micro_batches_of(data: DataProto, limits: MicroBatchLimits) -> list[list[int]]:
-    """Index groups of `data`, equally many on every rank: experts are shared by ranks with different sequences."""
+    """Index groups of `data`, the same number on every rank, because ranks with different sequences share experts."""
     groups_of_rows = partition(sequence_widths(data), limits)
     return split_to_count(groups_of_rows, largest_count(len(groups_of_rows)))
 
 
 def metrics_of(shares: list[dict[str, Any]]) -> dict[str, float]:
-    """Their sums over micro-batches and data-parallel ranks, on all ranks; `shares` are the last stage's."""
+    """Sum the metrics of `shares`, the last stage's, over micro-batches and data-parallel ranks; on all ranks."""
     sums = sums_of(shares)
     if not parallel_state.is_pipeline_last_stage():
         return groups.record_from_last_stage(None)

@@ -1,6 +1,6 @@
-"""Router replay: the experts of a token are chosen once for a step, and not anew by every pass over it.
+"""Router replay: a token's experts are chosen once per step, not again in every pass.
 
-Otherwise the choice of a pass may differ where two experts score nearly the same, and the log-probs of a step with it.
+Otherwise passes may choose differently between experts with nearly equal scores, and the log-probs of a step differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerRoutes:
-    """What one of Megatron's routers asks for its experts, in the place of Megatron's `RouterReplay`."""
+    """The experts of one of Megatron's routers, with the interface of Megatron's own `RouterReplay`."""
 
     def __init__(self) -> None:
         self.given: torch.Tensor | None = None
@@ -77,7 +77,7 @@ class RouterReplay:
         self._recorded: list[torch.Tensor] = []
 
     def begin(self, *, records: bool) -> None:
-        """Of all micro-batches of a call. `records`: `recorded` is asked for."""
+        """Begin a call of several micro-batches. `records`: keep their routes for `recorded`."""
         self._records, self._recorded = records, []
         for layer in self._layers.values():
             layer.forget()

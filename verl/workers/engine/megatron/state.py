@@ -1,4 +1,4 @@
-"""What an optimizer step changes of what a Megatron rank holds, for checkpoints on disk and in memory."""
+"""The state of a Megatron rank that an optimizer step changes, for checkpoints on disk and in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.workers.engine.tensors import HeldTensor
 
 
 def on_disk(built: BuiltModel, optimizer: Optimizer | None, contents: Sequence[str]) -> dict[str, Any]:
-    """What DCP writes from and reads into, in place."""
+    """The state that DCP writes and fills in place."""
     state: dict[str, Any] = {}
     if "model" in contents:
         state["model"] = _in_checkpoint(built.checkpointed)
@@ -37,7 +37,7 @@ def in_memory(built: BuiltModel, optimizer: Optimizer | None) -> State:
 
 
 def places(built: BuiltModel, optimizer: Optimizer | None) -> Places:
-    """Of `in_memory`. Rows that pad the vocabulary are nobody's."""
+    """The places of `in_memory`, without rows that pad the vocabulary."""
     kinds = {"model": built.weights.trained()}
     if optimizer is not None:
         kinds |= {f"optimizer.{kind}": own for kind, own in optimizer.moments().items()}

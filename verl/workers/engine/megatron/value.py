@@ -14,7 +14,7 @@ from verl.workers.engine.micro_batches import MicroBatchLimits
 
 
 class MegatronValueEngine(MegatronEngine):
-    """Where other engines have log-probs, this one has values: losses get them, and no entropy.
+    """The critic's engine. Losses get values instead of log-probs, and no entropy.
 
     Implements `verl.workers.engine.base.ValueEngine`.
     """

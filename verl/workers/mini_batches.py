@@ -25,13 +25,13 @@ def mini_batch_size_per_rank(prompts: int, responses_per_prompt: int, world_size
 
 
 def shuffler(seed: int, rank: int, data: DataProto) -> torch.Generator:
-    """What shuffles `data` on this rank: another order in each training step, the same when a step is made again."""
+    """The generator that shuffles `data` on this rank: another order in each step, the same if a step is repeated."""
     step = int(data.meta_info.get("global_steps", 0))
     return torch.Generator().manual_seed(seed + rank + step * 1_000_003)
 
 
 def num_mini_batches(num_sequences: int, config: ActorConfig | CriticConfig, size: Fraction | int) -> int:
-    """That `iterate_mini_batches` gives."""
+    """The number of mini-batches of `iterate_mini_batches`."""
     whole = Fraction(size).denominator == 1
     return config.ppo_epochs * (math.ceil(num_sequences / size) if whole else max(1, int(num_sequences / size)))
 

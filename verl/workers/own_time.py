@@ -1,7 +1,7 @@
-"""Seconds that a trainer rank computes by itself, where nothing waits for other ranks.
+"""Measure the seconds that a trainer rank computes without waiting for other ranks.
 
-All ranks of a group take the same time for a step, because they wait for each other in its collectives. What tells them
-apart is how long each takes for blocks of the model in which there are none.
+All ranks of a group take the same time for a step, because they wait for each other in collectives. Only the time of
+blocks of the model without collectives shows a slow rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 @runtime_checkable
 class HasOwnBlocks(Protocol):
-    """A training engine that knows such blocks of its model."""
+    """A training engine whose model has such blocks."""
 
     def own_blocks(self) -> list[nn.Module]:
         """Modules whose forward passes are free of collectives, the same on every rank, or on every rank of a stage."""
@@ -26,31 +26,31 @@ class HasOwnBlocks(Protocol):
 
 @dataclass(frozen=True)
 class Own:
-    """What a rank computed by itself in one phase of a step."""
+    """A rank's own computing time in one phase of a step."""
 
     seconds: float = 0.0
     tokens: int = 0
-    """Summed over blocks, with padding."""
+    """Tokens, with padding, summed over blocks."""
 
     def __add__(self, other: Own) -> Own:
         return Own(self.seconds + other.seconds, self.tokens + other.tokens)
 
 
 class Clock(Protocol):
-    """Of the device that computes."""
+    """The clock of the device that computes."""
 
     def now(self) -> Any:
-        """A mark behind what it has been asked for so far. Waits for nothing."""
+        """A mark after the work queued so far. Does not wait."""
 
     def settle(self) -> None:
-        """Wait until the device has come to all marks."""
+        """Wait until the device has reached all marks."""
 
     def seconds(self, began: Any, ended: Any) -> float:
-        """Between two marks, when they are settled."""
+        """The seconds between two marks, after `settle`."""
 
 
 class HostClock:
-    """What the host computes is done when the call returns."""
+    """The clock of the host, whose work is done when a call returns."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -63,7 +63,7 @@ class HostClock:
 
 
 class EventClock:
-    """An accelerator computes after the call has returned: it notes the time itself, in events of its stream."""
+    """The clock of an accelerator, which computes after a call has returned: it records events in its stream."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ def clock_of(device: str) -> Clock:
 
 
 class OwnTime:
-    """Of one rank. Forward passes are timed: also those that gradient checkpointing makes again."""
+    """The own time of one rank. It times forward passes, also those that gradient checkpointing repeats."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -101,14 +101,14 @@ class OwnTime:
         self._laps: dict[str, list[tuple[Any, Any, int]]] = {}
 
     def watch(self, blocks: Iterable[nn.Module]) -> None:
-        """Time them from now on."""
+        """Time the forward passes of these modules from now on."""
         for block in blocks:
             block.register_forward_pre_hook(self._begin)
             block.register_forward_hook(self._end, prepend=True)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What is computed in the block belongs to `phase`."""
+        """Count the work of this block as `phase`."""
         self._phase = phase
         try:
             yield
@@ -116,7 +116,7 @@ class OwnTime:
             self._phase = ""
 
     def take(self) -> dict[str, Own]:
-        """By phase, since the last call."""
+        """The own time by phase, since the last call."""
         laps, self._laps = self._laps, {}
         if laps:
             self._clock.settle()
@@ -135,10 +135,10 @@ class OwnTime:
 
 
 Owns = Mapping[str, Own]
-"""Of one rank, by phase."""
+"""The own time of one rank, by phase."""
 
 
 def named_blocks(model: nn.Module, last_name: str) -> list[nn.Module]:
-    """Modules of `model` whose names end so, without those inside of others."""
+    """The outermost modules of `model` whose names end with one of the suffixes."""
     found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == last_name]
     return [model.get_submodule(name) for name in found if not any(name.startswith(f"{one}.") for one in found)]

@@ -1,4 +1,4 @@
-"""The trainer ranks' default process group, which only they can join."""
+"""The trainer ranks' default process group, guarded against other peers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def join(info: RankInfo, backend: str, timeout: timedelta) -> Doorkeeper:
-    """A collective of all ranks; who guards where this one listens.
+    """Join the default process group, a collective of all ranks. Returns the guard of this rank's listening sockets.
 
-    torch's own meeting place listens on all interfaces and asks nobody for a password. On one host everything stays
-    inside of it.
+    torch's own store listens on all interfaces without a password. On one host all connections stay on loopback.
     """
     inside = info.world_size == info.local_world_size
     host = LOOPBACK if inside else info.master_addr

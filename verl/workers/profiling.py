@@ -1,4 +1,4 @@
-"""Traces of what a trainer rank does: for chrome://tracing or Perfetto, for Nsight Systems, or of a device's memory."""
+"""Traces of a trainer rank: for chrome://tracing or Perfetto, for Nsight Systems, or of a device's memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class _Running(Protocol):
 
 
 class RankProfiler:
-    """Used on the rank's own thread, which is the one that is traced, with autograd's behind it."""
+    """Traces one rank. Used on the rank's own thread, which it traces together with autograd's."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._stop: Callable[[Path], None] | None = None
 
     def start(self, tool: str) -> None:
-        """`tool`: as in `global_profiler.tool`, one that traces this rank's device."""
+        """Begin a trace. `tool`: as in `global_profiler.tool`, one that traces this rank's device."""
         if tool == "nsys":  # this process runs under it, and it waits for this
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             self._stop = lambda _: torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
@@ -39,9 +39,9 @@ class RankProfiler:
             self._stop = lambda path: _export(running, path)
 
     def stop(self, path: Path) -> None:
-        """Write the trace to `path` with the ending of its kind; its directory is made if need be.
+        """Write the trace to `path` plus the suffix of its kind; makes the directory if needed.
 
-        Without `start` nothing happens; what runs under nsys writes where that was told to.
+        Does nothing without `start`. A process under nsys writes to nsys's own output.
         """
         stop, self._stop = self._stop, None
         if stop is not None:

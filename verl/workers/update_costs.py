@@ -1,4 +1,4 @@
-"""What a training step took of a rank's device."""
+"""The cost of a training step on a rank's device: compute and memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from verl.utils.model import load_hf_config
 from verl.workers.config import ActorRolloutRefConfig
 
 MEASURED_PHASES = ("log_prob", "update_actor")
-"""Of which the memory is told."""
+"""The phases whose memory is reported."""
 
 
 class UpdateCosts:
-    """Of the policy. Its methods are collectives, and tell all ranks the same."""
+    """The costs of updates of the policy. Its methods are collectives with the same result on all ranks."""
 
     def __init__(self, config: ActorRolloutRefConfig, device_name: str, local_rank: int) -> None:
         self._config, self._device_name, self._local_rank = config, device_name, local_rank
 
     def flops(self, data: DataProto, seconds: float) -> dict[str, float]:
-        """What training on `data` took of what the device could have done in `seconds`; the mean of all ranks."""
+        """The share of the device's peak compute that training on `data` used in `seconds`; the mean of all ranks."""
         if not is_counted(self._hf_config):
             return {}
         lengths = tensors_of(data)["attention_mask"].sum(-1).tolist()
@@ -36,7 +36,7 @@ class UpdateCosts:
         return {"perf/mfu/actor": float(share) / dist.get_world_size()}
 
     def memory(self) -> dict[str, float]:
-        """The largest use of any rank: in each phase, and since they began."""
+        """The largest memory use of any rank: in each phase, and since the processes began."""
         watch = memory_watch()
         uses = [*(watch.use_of("trainer", phase) for phase in MEASURED_PHASES), watch.since_start("trainer")]
         numbers = torch.tensor([use.numbers for use in uses], dtype=torch.float64)

@@ -116,7 +116,7 @@ def compute_policy_loss_dppo_kl(
     *,
     totals: LossTotals | None = None,
 ) -> Result:
-    """DPPO-Binary-KL (arXiv:2602.04879): as DPPO-Binary-TV, with KL(pi_old || pi) of the sampled token or any other."""
+    """DPPO-Binary-KL (arXiv:2602.04879): as DPPO-Binary-TV, with the sampled token's binary KL(pi_old || pi)."""
     before, now = old_log_prob.double().exp(), log_prob.detach().double().exp()
     rest_before, rest_now = (1.0 - before).clamp(min=1e-12), (1.0 - now).clamp(min=1e-12)
     divergence = before * (old_log_prob - log_prob.detach()) + rest_before * (rest_before.log() - rest_now.log())

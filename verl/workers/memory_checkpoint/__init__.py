@@ -1,1 +1,1 @@
-"""The training state of every rank in host memory that outlives the ranks: arenas of the checkpoint engine."""
+"""Checkpoints in host memory: every rank's training state in arenas that outlive the ranks."""

@@ -1,7 +1,7 @@
-"""The Ray actor that owns the memory in which the trainer ranks of its host leave their state.
+"""The Ray actor that owns the memory with the states of its host's trainer ranks.
 
-Where ranks are on several hosts it also has parity of what those of others leave, read through the wire of `tcp`. What
-new ranks on another host need is brought there in the same way; another number of ranks reads its parts.
+With several hosts it also keeps parity of the states of other hosts, which it reads over the wire `tcp`. States for new
+ranks on another host travel in the same way; another number of ranks reads its parts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from verl.workers.memory_checkpoint.parity import Parity, rebuild
 from verl.workers.memory_checkpoint.reading import CONNECTIONS, connected, read_into
 
 SLOTS = 2
-"""A step that is being copied, and the one before it."""
+"""One for the step that is being copied, and one for the step before it."""
 MOST_OF_FREE = 0.5
-"""Of the host's free memory: the rest is for what a run allocates later."""
+"""The most of the host's free memory to use: the run allocates from the rest later."""
 
 
 @dataclass
@@ -56,9 +56,9 @@ class _States:
 
 
 class StateKeeper:
-    """One per host with trainer ranks. Called by `MemoryCheckpoint` on the driver, one call at a time.
+    """The keeper of one host with trainer ranks. `MemoryCheckpoint` on the driver calls it, one call at a time.
 
-    The memory goes when the actor does, however it ends.
+    Its memory is freed when the actor ends, even if killed.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StateKeeper:
         address: str = "127.0.0.1",
         free_nbytes: Callable[[], int] = free_host_nbytes,
     ) -> None:
-        """`address`: of this host, as others reach it."""
+        """`address`: the address at which other hosts reach this one."""
         begin_actor()
         self._free_nbytes = free_nbytes
         self._job, self._shm_dir = job, Path(shm_dir)
@@ -81,9 +81,9 @@ class StateKeeper:
         """By address."""
 
     def reserve(self, plans: Mapping[int, bytes]) -> int:
-        """An arena for each rank, for a state that its plan describes; the bytes of all of them.
+        """Make an arena for each rank, for the state of its plan; return their bytes together.
 
-        Raises ConfigError if that is more than this host can spare.
+        Raises ConfigError if this host has not enough free memory.
         """
         return self._reserve(self._own, plans)
 
@@ -106,24 +106,24 @@ class StateKeeper:
             )
 
     def begin(self, step: int) -> dict[int, str]:
-        """Open the spare slots for the state after `step`; their paths, by rank."""
+        """Open the spare slots for the state after `step`; return their paths by rank."""
         return {rank: str(arena.begin(step)) for rank, arena in self._own.arenas.items()}
 
     def commit(self, step: int, digests: Mapping[int, bytes]) -> None:
-        """The open slots hold it, and every rank of the run has left its part."""
+        """Commit the open slots. Called after every rank of the run has copied its state."""
         for rank, arena in self._own.arenas.items():
             arena.commit(step, Manifest(step, self._own.plans[rank], np.frombuffer(digests[rank], np.uint64)))
 
     def arenas_of(self, step: int) -> dict[int, str]:
-        """Where ranks find what they left after `step`. What this host has of a later step is given up: others lack it.
+        """The arenas with the ranks' states after `step`. Drops later states, which other hosts lack.
 
-        Raises IntegrityError if it is not here.
+        Raises IntegrityError if this host has no such state.
         """
         self._own.go_to(step, self._own.arenas)
         return {rank: str(arena.directory) for rank, arena in self._own.arenas.items()}
 
     def steps(self) -> tuple[dict[int, list[int]], list[int]]:
-        """By rank of this host, the steps of which its state is here; the steps of which parity is."""
+        """The steps of each rank's states on this host, by rank, and the steps of its parity."""
         return self._own.steps(), _steps(self._parity.arena) if self._parity is not None else []
 
     def lend(
@@ -136,8 +136,8 @@ class StateKeeper:
         with_plans: bool = False,
         with_parity: bool = False,
     ) -> Lent:
-        """Let processes on the hosts `to`, by their addresses, read what `ranks` left after `step`, until the next call
-        that changes it. Raises as `arenas_of`."""
+        """Let processes on the hosts `to` (addresses) read the states of `ranks` after `step`, until the next call that
+        changes them. Raises as `arenas_of`."""
         states = self._rebuilt if rebuilt else self._own
         states.go_to(step, ranks)
         if self._wire is None:
@@ -171,11 +171,11 @@ class StateKeeper:
         return manifest, memory
 
     def protect(self, step: int, number: int, *lent: Lent) -> int:
-        """Keep parity of what the members of a group have lent after `step`, of which this host is member `number`;
-        how many bytes that takes. It is there as a whole, or nothing of it.
+        """Read the states that a group's members lend after `step`, and keep their parity; return its bytes. This host
+        is member `number`. The parity is complete or dropped.
 
-        Raises TransportError, IntegrityError; ConfigError if this host cannot spare the memory. The first time they
-        lend plans, too.
+        Raises TransportError, IntegrityError; ConfigError if this host has not enough memory. The first time the
+        members must also lend their plans.
         """
         if self._parity is None:
             members = [{rank: SyncPlan.decode(plan) for rank, plan in one.plans.items()} for one in lent]

@@ -1,4 +1,4 @@
-"""What a keeper of states lets others read."""
+"""The description of memory that a keeper lets others read."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Lent:
-    """States of one step, until the keeper gives that up."""
+    """Lent states of one step, valid until the keeper changes them."""
 
     wire: bytes
     places: Mapping[int, tuple[int, int]]
-    """By rank: where it lies in the keeper's memory, and how many bytes."""
+    """Rank to the address of its state in the keeper's memory, and its bytes."""
     digests: Mapping[int, bytes]
     plans: Mapping[int, bytes]
-    """If they were asked for."""
+    """The ranks' plans, if requested."""
     parity: int | None
-    """Where that of the step lies, if it was asked for."""
+    """The address of the step's parity, if requested."""

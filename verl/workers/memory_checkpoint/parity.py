@@ -1,4 +1,4 @@
-"""What a host keeps so that any other one of its group may be lost: the parity of the others' states."""
+"""The parity of other hosts' states, with which a group survives the loss of any one host."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BLOCK_NBYTES = 2**20
 
 
 class Parity:
-    """That of one host, in two slots as the states are: it is that of one step as a whole, or of the one before."""
+    """The parity of one host, in two slots like the states: always complete, for one step or the step before."""
 
     def __init__(
         self, members: Sequence[Mapping[int, SyncPlan]], number: int, *, shm_dir: Path, job: str, slots: int
     ) -> None:
-        """This host is member `number`. Raises ConfigError if the memory is not there."""
+        """This host is member `number`. Raises ConfigError without enough memory."""
         self._members, self._number = members, number
         self._stripes = Stripes(members)
         layout = Layout.of([TensorSpec(name="parity", shape=(self._stripes.nbytes,), dtype="uint8")])
@@ -39,11 +39,11 @@ class Parity:
 
     @staticmethod
     def nbytes_of(members: Sequence[Mapping[int, SyncPlan]]) -> int:
-        """Of one slot."""
+        """Bytes of one slot."""
         return Stripes(members).nbytes
 
     def take(self, step: int, wire: TcpWire, lent: Sequence[Lent]) -> None:
-        """Read what the others lend after `step`, compare digests, add up. It is there as a whole, or nothing of it.
+        """Read the states that others lend after `step`, compare digests, and add them up. All or none is kept.
 
         `wire` is connected to the members, by their numbers. Raises TransportError, IntegrityError.
         """
@@ -73,9 +73,9 @@ def rebuild(
     wire: TcpWire,
     lent: Mapping[int, Lent],
 ) -> None:
-    """Fill the slots of ranks of the member `lost` from what the others lend: their states, and parity.
+    """Fill the slots of the ranks of the member `lost` from the states and parity that the others lend.
 
-    Whoever calls verifies the slots. Raises TransportError.
+    The caller verifies the slots. Raises TransportError.
     """
     stripes, beside = Stripes(members), _memory_beside()
     for holder, at_holder in lent.items():

@@ -1,4 +1,4 @@
-"""A trainer rank's end of a checkpoint in memory: its state is copied while it trains on, and put back."""
+"""A trainer rank's end of a checkpoint in memory: copy the state while training goes on, and restore it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COPIED_WITHIN_S = 120.0
 
 
 class RankMemory:
-    """Copies one rank's state into slots of an arena. Used on the rank's thread, but for `copied`."""
+    """Copies one rank's state into slots of an arena. Used on the rank's thread, except `copied`."""
 
     def __init__(self, snapshot: Callable[[], State]) -> None:
         self._snapshot = snapshot
@@ -36,7 +36,7 @@ class RankMemory:
 
     @property
     def plan(self) -> SyncPlan:
-        """Of this rank's state, of which it is the only owner."""
+        """The plan of this rank's state, of which this rank is the only owner."""
         if self._plan is None:
             source = _source_of(self._snapshot())
             layout = Layout.of(source.specs())
@@ -44,7 +44,7 @@ class RankMemory:
         return self._plan
 
     def begin_copy(self, slot: str) -> None:
-        """Copy the present state into `slot`. Returns when that has begun; `copied` tells the digests."""
+        """Begin to copy the present state into `slot`; `copied` waits for its digests."""
         source, plan = _source_of(self._snapshot()), self.plan
 
         def copy() -> bytes:
@@ -59,19 +59,19 @@ class RankMemory:
         self._copying = self._thread.submit(copy)
 
     async def copied(self) -> bytes:
-        """The digests of what `begin_copy` has copied, in plan order, once it is."""
+        """Wait for the copy of `begin_copy`; return its digests in plan order."""
         assert self._copying is not None  # it comes after `begin_copy`
         return await asyncio.wrap_future(self._copying)
 
     def await_copied(self) -> None:
-        """Return when nothing is being copied out of the state. Raises TransportTimeout."""
+        """Wait until no copy of the state is running. Raises TransportTimeout."""
         if self._copying is not None and wait([self._copying], COPIED_WITHIN_S).not_done:
             raise TransportTimeout(
                 f"the training state is still being copied after {COPIED_WITHIN_S:g} s", phase="publish"
             )
 
     def check(self, arena: str, step: int) -> None:
-        """Raises IntegrityError unless what was left in `arena` after `step` is all there, and is for this rank."""
+        """Raises IntegrityError unless `arena` has this rank's complete state after `step`."""
         with open_committed(arena, step) as (manifest, view):
             if manifest.plan.layout.digest != self.plan.layout.digest:
                 raise IntegrityError(f"{arena} holds the state of another model", version=step)
@@ -79,7 +79,7 @@ class RankMemory:
 
     @staticmethod
     def load(arena: str, step: int, restore: Callable[[State], None]) -> None:
-        """Have `restore` take what `check` has found to be right."""
+        """Call `restore` with the state that `check` has verified."""
         with open_committed(arena, step) as (_, view):
             restore(dict(view.tensors()))
 

@@ -1,4 +1,4 @@
-"""What other processes lend, read through wires: long runs of bytes, in parts, and what they must be."""
+"""Read lent memory of other processes over wires, in parts, and check it against digests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOK_S = 0.05
 
 @contextmanager
 def connected(host: str, members: Mapping[int, bytes]) -> Iterator[TcpWire]:
-    """A wire of this `host`, by its address, to `members`, by the addresses of theirs. Raises TransportError."""
+    """A wire of this `host` (address), connected to the wires of `members` (addresses). Raises TransportError."""
     wire = TcpWire(host, CONNECTIONS, listens=False)
     try:
         for number, address in members.items():
@@ -37,9 +37,9 @@ def connected(host: str, members: Mapping[int, bytes]) -> Iterator[TcpWire]:
 
 
 def read_into(target: UInt8s, wire: Wire, source: int, *, member: int = 0) -> None:
-    """Fill `target` with what begins at `source` in the memory of one of the wire's members.
+    """Fill `target` from address `source` in the memory of a member of the wire.
 
-    Raises TransportError; TransportTimeout after `READ_WITHIN_S` without a part that has arrived.
+    Raises TransportError; TransportTimeout if no part arrives within `READ_WITHIN_S`.
     """
     wire.register(target)
     left, flying = list(range(0, target.nbytes, PART_NBYTES))[::-1], list[Any]()

@@ -1,4 +1,4 @@
-"""The state that one number of ranks left, as another number of ranks takes it: read from whoever has the parts."""
+"""Restore the state of one number of ranks on another number: each rank reads its parts from their holders."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from verl.workers.memory_checkpoint.reading import CONNECTIONS, READ_WITHIN_S, r
 
 @dataclass(frozen=True)
 class StateDescription:
-    """Of what one rank leaves."""
+    """The description of one rank's state."""
 
     plan: bytes
     places: Places | None
-    """None: only as many ranks as there were can take it."""
+    """The places of its tensors; None: only the same number of ranks can restore it."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What one rank left, and where it can be read."""
+    """The state that one rank left, and the memory from which it can be read."""
 
     wire: bytes
     address: int
@@ -36,14 +36,14 @@ class Left:
 
 
 class Resharded(Mapping[str, torch.Tensor]):
-    """By the names of this rank's own snapshot. A tensor is put together, in host memory, when it is asked for.
+    """A mapping from the names of this rank's snapshot to tensors, each assembled in host memory on access.
 
-    Looking one up raises IntegrityError if a part of it is missing, or is not what was left, and TransportError. A
-    context manager.
+    An access raises IntegrityError if a part is missing or differs from its digest, and TransportError. A context
+    manager.
     """
 
     def __init__(self, own: State, places: Places, left: Sequence[Left], *, host: str) -> None:
-        """`own` is what this rank has now, `host` its address."""
+        """`own`: this rank's present snapshot. `host`: its address."""
         self._own, self._places, self._left = own, places, left
         self._plans = [SyncPlan.decode(one.description.plan) for one in left]
         self._holders: dict[str, dict[Box, tuple[int, str, Place]]] = {}
@@ -62,7 +62,7 @@ class Resharded(Mapping[str, torch.Tensor]):
         self._connected: set[int] = set()
 
     def check(self) -> None:
-        """Read all of it once: what `restore` takes is then there, and right."""
+        """Read all tensors once, so that `restore` cannot fail on them."""
         for name in self:
             self[name]
 
@@ -117,7 +117,7 @@ class Resharded(Mapping[str, torch.Tensor]):
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The elements that both have."""
+    """The elements in both boxes."""
     start = tuple(map(max, one.start, other.start))
     stop = tuple(map(min, one.stop, other.stop))
     return Box(start, stop) if all(low < high for low, high in zip(start, stop, strict=True)) else None

@@ -1,9 +1,9 @@
-"""Which bytes of what the hosts of a group keep are added up where, so that any one of them may be lost. No I/O.
+"""The parity scheme of a group of hosts, which survives the loss of any one. No I/O.
 
-    member    a host: what its ranks left, one after the other, in as many stripes as there are other members
-    holder    has the sum, without carry, of one stripe of every other member: their parity
+    member    a host: its ranks' states, one after the other, in as many stripes as there are other members
+    holder    has the XOR of one stripe of every other member: their parity
 
-A lost member's stripes are the parities of the others, less the stripes that are in them, too.
+Each stripe of a lost member is a holder's parity less the other members' stripes in it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ WORD_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive bytes in what one rank left, as a part of a parity."""
+    """Consecutive bytes of one rank's state, as a part of a parity."""
 
     rank: int
     offset: int
-    """In what the rank left."""
+    """The offset in the rank's state."""
     at: int
-    """In the parity."""
+    """The offset in the parity."""
     nbytes: int
     pieces: range
-    """Of the rank's plan, all of them whole."""
+    """Pieces of the rank's plan, all whole."""
 
 
 class Stripes:
-    """Of one group. Equal on every host that makes it of the same plans."""
+    """The stripes of one group. Every host computes the same ones from the same plans."""
 
     def __init__(self, members: Sequence[Mapping[int, SyncPlan]]) -> None:
         """`members`: the plans of each one's ranks. Each rank is the only owner in its plan."""
@@ -51,7 +51,7 @@ class Stripes:
         return self._runs[member, holder]
 
     def within(self, member: int, holder: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """What that stripe adds between two places of the parity: (rank, offset in what it left, place, bytes)."""
+        """The stripe's runs between two places of the parity: (rank, offset in its state, place, bytes)."""
         for run in self.of(member, holder):
             low, high = max(start, run.at), min(stop, run.at + run.nbytes)
             if low < high:

@@ -12,34 +12,34 @@ from verl.workers.memory_checkpoint.rank import RankMemory
 from verl.workers.memory_checkpoint.resharded import Left, Resharded, StateDescription
 
 RNG = "rng."
-"""So the names of random generators begin in a snapshot: each rank has its own."""
+"""The prefix of random generators in a snapshot: each rank has its own."""
 
 
 class RememberedWorker(Worker, ABC):
-    """A worker whose state is left in memory, and given to others. Called by `MemoryCheckpoint`, all ranks at once."""
+    """A worker whose state can be kept in memory and restored. `MemoryCheckpoint` calls it on all ranks at once."""
 
     @abstractmethod
     def snapshot(self) -> State:
-        """The state of this rank, under names that stay: see `Rememberable`."""
+        """The state of this rank, always under the same names: see `Rememberable`."""
 
     @abstractmethod
     def restore(self, saved: State) -> None:
-        """The inverse. A collective."""
+        """The inverse of `snapshot`. A collective."""
 
     @abstractmethod
     def places(self) -> Places | None:
-        """Of `snapshot`: see `Reshardable`. None if that is not known."""
+        """The places of `snapshot`: see `Reshardable`. None if the engine does not support it."""
 
     @abstractmethod
     def before_step(self) -> None:
-        """Called before anything that `snapshot` shows changes. Has to await what is copied out of it."""
+        """Called before values of `snapshot` change. It must wait for running copies."""
 
     @property
     def is_rememberable(self) -> bool:
         return True
 
     def seed_anew(self, step: int) -> None:
-        """After the state of another number of ranks was taken: their random generators are not this rank's."""
+        """Seed this rank's random generators after restoring another number of ranks, whose generators do not fit."""
 
     @cached_property
     def _memory(self) -> RankMemory:
@@ -47,44 +47,44 @@ class RememberedWorker(Worker, ABC):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def describe_state(self) -> StateDescription | None:
-        """What this rank leaves in memory; None if its state cannot be kept there."""
+        """The description of this rank's state; None if the engine cannot keep it in memory."""
         if not self.is_rememberable:
             return None
         return StateDescription(self._memory.plan.encode(), self.places())
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     def copy_state(self, slot: str) -> None:
-        """Begin to copy the state into `slot`; training goes on meanwhile."""
+        """Begin to copy the state into `slot`, while training goes on."""
         self._memory.begin_copy(slot)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def copied_state(self) -> bytes:
-        """Digests of what `copy_state` has copied, once it is."""
+        """Wait for the copy of `copy_state`; return its digests."""
         return await self._memory.copied()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def check_state(self, arena: str, step: int) -> None:
-        """Digest what was left in `arena` after `step`. Raises IntegrityError if it is not as it was left."""
+        """Digest the state in `arena` after `step`. Raises IntegrityError if it has changed."""
         self._memory.check(arena, step)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def restore_state(self, arena: str, step: int) -> None:
-        """Take what was left in `arena` after `step`, once all ranks have checked theirs."""
+        """Restore the state in `arena` after `step`. Called after all ranks have checked theirs."""
         self.before_step()
         self._memory.load(arena, step, self.restore)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def check_resharded(self, left: Sequence[Left], host: str) -> None:
-        """Read what this rank needs of what another number of ranks `left`; its own `host` is at this address.
+        """Read this rank's parts of the states that another number of ranks `left`. `host`: this host's address.
 
-        Raises IntegrityError unless all of it is there, as it was left.
+        Raises IntegrityError if a part is missing or has changed.
         """
         with self._resharded(left, host) as saved:
             saved.check()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def restore_resharded(self, left: Sequence[Left], host: str, step: int) -> None:
-        """Take what was `left` after `step`, once all ranks have checked theirs. Random generators begin anew."""
+        """Restore from the states `left` after `step`, after all ranks have checked. Random generators are reseeded."""
         self.before_step()
         with self._resharded(left, host) as saved:
             self.restore(saved)

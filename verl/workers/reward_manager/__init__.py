@@ -1,4 +1,4 @@
-"""From responses to rewards per token."""
+"""Reward managers: they turn responses into rewards per token."""
 
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.naive import (

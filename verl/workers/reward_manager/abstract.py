@@ -9,7 +9,7 @@ from verl.protocol import DataProto
 
 
 class AbstractRewardManager(ABC):
-    """Not needed: what `register` takes is known by its arguments. Made once, on the driver."""
+    """An optional base: `register` recognises a class by its arguments. An instance is made once, on the driver."""
 
     @abstractmethod
     def __init__(

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class RewardError(UserCodeError):
-    """The reward function failed on a sample, or returned no finite number, or its process did not live through too
-    many of them. The message names the sample."""
+    """The reward function failed on a sample, returned no finite number, or ended its process on too many samples. The
+    message names the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class RewardOutput:
     responses: list[str]
     """The scored texts, without special tokens unless they were asked for."""
     extra_info: dict[str, list[Any]]
-    """Whatever else the reward function returned: per name one value per response, None where it returned none."""
+    """Further values of the reward function: name to one value per response, None if it returned none."""
     abandoned: list[int] = field(default_factory=list)
     """Responses with score 0 because scoring them took too long, or ended its process."""
     first_failure: str = ""
@@ -51,14 +51,14 @@ class RewardOutput:
 
 
 GivenUp = Callable[[str], None]
-"""Told of a sample, and why, as soon as it is known that it has no score."""
+"""Called with a sample and the reason as soon as its scoring has failed."""
 
 
 class RewardManager(Protocol):
-    """Scores batches, inside of a `with`."""
+    """The interface of reward managers, which score batches inside a `with` block."""
 
     def __call__(self, data: DataProto, given_up: GivenUp | None = None) -> RewardOutput:
-        """What `given_up` raises ends the scoring."""
+        """Score a batch. An error that `given_up` raises ends the scoring."""
 
     def __enter__(self) -> Self: ...
 
@@ -67,20 +67,20 @@ class RewardManager(Protocol):
 
 @dataclass
 class Failures:
-    """Counts what of a step, or of a validation, could not be scored."""
+    """Counts the samples of a step, or of a validation, that could not be scored."""
 
     most: float
     """The share of samples that may fail."""
     total: int = 0
-    """Samples that are known to be scored in all; 0: as many as have been."""
+    """The total number of samples, if known; 0: those scored so far."""
     scored: int = 0
     failed: int = 0
     first: str = ""
 
     def score(self, manager: RewardManager, batch: DataProto) -> RewardOutput:
-        """What `manager` says of `batch`, which comes next.
+        """Score `batch`, the next one, with `manager`.
 
-        Raises RewardError as soon as more than the share `most` of all samples have failed, however the others end.
+        Raises RewardError as soon as more than the share `most` of all samples has failed.
         """
         before = self.failed
         self.scored += len(batch)
@@ -204,7 +204,7 @@ class NaiveRewardManager:
         )
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the scoring processes. Idempotent."""
         self._pool.close()
 
     def __enter__(self) -> Self:

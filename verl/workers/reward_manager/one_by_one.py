@@ -22,7 +22,7 @@ class RewardManagerBase(ABC):
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score the one sample of `data`: {"reward_score": float, "reward_extra_info": {...}}, the latter optional.
 
-        All samples of a batch are under way at the same time, on one event loop that lives as long as the run.
+        All samples of a batch are scored concurrently, on one event loop that lives as long as the run.
         """
 
 
@@ -34,7 +34,7 @@ class OneByOne:
         self._loop = LoopThread("reward-manager")
 
     def __call__(self, data: DataProto, return_dict: bool = True) -> dict[str, Any]:
-        """Raises what `run_single` raises, and KeyError or ValueError for a result without a score."""
+        """Score a batch. Raises errors of `run_single`, and KeyError or ValueError for a result without a score."""
         results = self._loop.run(self._all(data))
         responses, mask = tensors_of(data)["responses"], tensors_of(data)["attention_mask"]
         rewards = torch.zeros(responses.shape, dtype=torch.float32)

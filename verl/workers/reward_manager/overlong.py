@@ -20,13 +20,13 @@ class OverlongPenalty:
     log: bool
 
     def __call__(self, length: int) -> float:
-        """For a response of `length` tokens; one that is longer than `max_length` has more."""
+        """The penalty of a response of `length` tokens; it keeps falling beyond `max_length`."""
         exceeding = length - (self.max_length - self.buffer_length)
         return min(-exceeding / self.buffer_length * self.factor, 0.0)
 
 
 def overlong_penalty(config: RewardModelConfig, max_response_length: int) -> OverlongPenalty | None:
-    """What the configuration asks for. Raises ConfigError for what cannot be meant."""
+    """The penalty of the configuration, or None. Raises ConfigError for impossible lengths."""
     given, buffer = config.reward_kwargs, config.reward_kwargs.overlong_buffer_cfg
     if not buffer.enable:
         return None

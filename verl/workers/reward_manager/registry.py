@@ -1,4 +1,4 @@
-"""Reward managers of the user's own, written as verl's."""
+"""Users' reward managers, with verl's interface."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "reward_model.reward_manager"
 REWARD_MANAGERS: Registry[Any] = Registry(KEY)
 ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
 ARGUMENTS_ONE_BY_ONE = ("config", "tokenizer", "compute_score")
-"""Of a class with `run_single`."""
+"""The constructor arguments of a class with `run_single`."""
 register = REWARD_MANAGERS.register
 """Class decorator: `reward_model.reward_manager=name` takes this class. It is made from `ARGUMENTS`, and called with a
 batch and `return_dict=True`."""
@@ -37,11 +37,11 @@ REFUSED = {
     "function take one sample, in reward_model.num_workers processes, or register a class whose __call__ takes a batch",
     "rate_limited": "let the function itself wait; reward_model.num_workers bounds how many samples are scored at once",
 }
-"""What else verl has, and what to do instead."""
+"""verl's managers that are refused, and what to use instead."""
 
 
 def get_reward_manager_cls(name: str) -> Any:
-    """Raises ConfigError for a name that nobody registered, and for a class that cannot be made or called as verl's."""
+    """The class of that name. Raises ConfigError for an unknown name, and for a class without verl's interface."""
     if name in REFUSED and name not in REWARD_MANAGERS.functions:
         raise ConfigError(f"{KEY}={name} is not here: {REFUSED[name]}")
     found = REWARD_MANAGERS.get(name)
@@ -60,7 +60,7 @@ def get_reward_manager_cls(name: str) -> Any:
 
 
 class OwnRewardManager:
-    """A registered class in the place of `NaiveRewardManager`. It runs on the driver, in the driver's process."""
+    """A reward manager around a registered class. It runs in the driver's process."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class OwnRewardManager:
             )
 
     def __call__(self, data: DataProto, given_up: GivenUp | None = None) -> RewardOutput:
-        """Raises RewardError for whatever the manager raises, and for a result that is no reward per token."""
+        """Score a batch. Raises RewardError for a manager's error or a result that is not [B, R]."""
         try:
             result = self._manager(data, return_dict=True)
         except Exception as exc:

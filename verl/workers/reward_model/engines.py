@@ -1,4 +1,4 @@
-"""The servers that can serve a reward model: what runs in their process, and with which arguments."""
+"""The servers that can serve a reward model: their modules and arguments."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """What an engine serves, and how."""
+    """The model that an engine serves, and its options."""
 
     name: str
     model: str
     """Local directory."""
     names: tuple[str, ...]
-    """What requests may call the model."""
+    """The names of the model in requests."""
     scores: bool
-    """It has a head, and is asked for scores; else for text."""
+    """Whether the model has a head for scores; otherwise it generates text."""
     trust_remote_code: bool
     config: RewardRolloutConfig
     device: str
     can_sleep: bool
     log: Path
-    """On the engine's own machine."""
+    """The log file, on the engine's machine."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def arguments(self) -> list[str]:
-        """Those of the engine's server, but for where it listens. Raises ConfigError."""
+        """The arguments of the engine's server, except its address. Raises ConfigError."""
         return [word for name, value in options_of(self).items() for word in _option(name, value)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingEngine:
-    """One of them."""
+    """A kind of server."""
 
     module: str
     """Run as `python -m`, with `options`, and `--host` and `--port`."""
@@ -57,7 +57,7 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def options_of(spec: ServerSpec) -> Options:
-    """By long name, without dashes in front; the user's own come last."""
+    """The options by long name without leading dashes; the user's come last."""
     chosen = dict(spec.config.engine_kwargs)
     own = {name: chosen.pop(name, None) or {} for name in ENGINES}[spec.config.name]
     given = {name.replace("_", "-"): value for name, value in (chosen | own).items()}

@@ -1,4 +1,4 @@
-"""The process of one engine: the server that its first argument names, which ends with the process that started it."""
+"""The process of one engine: it runs the server of its first argument, and ends with its parent process."""
 
 from __future__ import annotations
 

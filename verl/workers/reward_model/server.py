@@ -24,7 +24,7 @@ SHOWN_LINES = 5
 
 
 class RewardModelServer:
-    """One engine in a process of its own, which ends with this one."""
+    """A Ray actor with one engine in a process of its own, which ends with the actor."""
 
     def __init__(self, spec: ServerSpec) -> None:
         begin_actor()
@@ -35,7 +35,7 @@ class RewardModelServer:
         self._port = 0
 
     def start(self, timeout_s: float) -> str:
-        """Start the engine and wait until it answers. Its address. Raises RolloutError with what it logged last."""
+        """Start the engine, wait until it answers, return its address. Raises RolloutError with its last log."""
         spec = self._spec
         self._leftovers = Leftovers()
         spec.log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class RewardModelServer:
             return False
 
     def sleep(self) -> None:
-        """Give the device's memory to others until `wake_up`. Nothing where it cannot sleep."""
+        """Free the device's memory until `wake_up`. Does nothing if the engine cannot sleep."""
         if self._spec.can_sleep:
             self._control("/sleep?level=1")
 

@@ -52,14 +52,14 @@ logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 10.0
 SPANS_TIMEOUT_S = 2.0
-"""Nobody waits longer for a record of the past."""
+"""The timeout of a request for past spans."""
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 RAY_RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a server runs. The default lets Ray choose, and is right for one replica on one machine."""
+    """The placement of a server. The default lets Ray choose, and fits one replica on one machine."""
 
     node_index: int = 0
     """Rollout node whose arena the replica reads."""
@@ -67,7 +67,7 @@ class Placement:
     """Index among the `local_count` replicas of the same machine; they divide its CPU cores."""
     local_count: int = 1
     node_id: str | None = None
-    """Ray node that the server must run on."""
+    """The Ray node on which the server must run."""
     placement_group: PlacementGroup | None = None
     """Placement group, and its bundle, that the server must run in; takes precedence over `node_id`."""
     bundle_index: int = -1
@@ -89,13 +89,13 @@ class RolloutReplica(ABC):
     loads_adapters: ClassVar[bool] = False
     """The engine reads the model's weights from its directory, and a version may be adapters for them alone."""
     deals_experts: ClassVar[bool] = False
-    """The engine deals experts out over its ranks, and over data-parallel ones."""
+    """Whether the engine divides experts among its ranks, data-parallel ones included."""
     tells_experts_on: ClassVar[tuple[str, ...]] = ()
-    """Devices on which the engine tells the experts of every token."""
+    """Devices on which the engine reports the experts of every token."""
     quantizes_on: ClassVar[tuple[str, ...]] = ()
     """Devices on which the engine can quantize weights as it loads them."""
     startup_hint: ClassVar[str] = ""
-    """What to tell people who wait for it to start."""
+    """A hint for users while the engine starts."""
 
     def __init__(self, *, replica_rank: int, config: RolloutConfig, model: HFModelConfig, device: str = "cpu") -> None:
         """`model.path` is a local directory; `config.prompt_length` and `response_length` are set.
@@ -155,7 +155,7 @@ class RolloutReplica(ABC):
 
     @abstractmethod
     def check_config(self) -> None:
-        """Raise ConfigError, on the driver, for whatever this engine cannot do."""
+        """Raises ConfigError, on the driver, for options that this engine does not support."""
 
     @abstractmethod
     def env_vars(self) -> dict[str, str]:
@@ -228,7 +228,7 @@ class RolloutReplica(ABC):
 
     @property
     def can_sleep(self) -> bool:
-        """Whether `sleep` frees memory: it is wanted, there is something to make room for, and the engine can."""
+        """Whether `sleep` frees memory: it is configured, the replica shares its device, and the engine supports it."""
         wanted = self.mode is RolloutMode.HYBRID and self.config.free_cache_engine
         return wanted and self.device in self.can_sleep_on
 
@@ -251,7 +251,7 @@ class RolloutReplica(ABC):
         return options | {"runtime_env": {"env_vars": env}}
 
     async def shutdown(self) -> None:
-        """End the engine and the server. Never raises for a server that is dead already."""
+        """End the engine and the server. Does not raise if the server is already dead."""
         if self._handle is None:
             return
         try:
@@ -285,19 +285,19 @@ class RolloutReplica(ABC):
         await self._call("health", timeout_s=HEALTH_TIMEOUT_S)
 
     async def take_spans(self) -> list[Span]:
-        """When the engine was generating, paused, loading a version, since the last call. Raises as `health` does."""
+        """The spans in which the engine generated, paused or loaded since the last call. Raises as `health`."""
         spans: list[Span] = await self._call("take_spans", timeout_s=SPANS_TIMEOUT_S)
         return spans
 
     async def memory(self) -> MemoryUse:
-        """Of the server and its engine, on their host. Raises as `health` does."""
+        """The memory of the server and its engine on their host. Raises as `health`."""
         use: MemoryUse = await self._call("memory", timeout_s=SPANS_TIMEOUT_S)
         return use
 
     # -- verl's names -----------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Free weights and KV cache until `wake_up`, or `activate` and `resume`. Nothing happens where it cannot."""
+        """Free weights and KV cache until `wake_up`, or `activate` and `resume`. Does nothing if it cannot sleep."""
         await self._call("sleep", True)
 
     async def wake_up(self) -> None:
@@ -312,7 +312,7 @@ class RolloutReplica(ABC):
         await self.resume()
 
     async def profile(self, prefix: str | None) -> None:
-        """Begin a trace, named by `prefix` and the replica, or end it."""
+        """Begin a trace with the name `prefix` and the replica's, or end it."""
         await self._call("profile", f"{prefix}_{self.name}" if prefix else None)
 
     async def clear_kv_cache(self) -> None:
@@ -320,7 +320,7 @@ class RolloutReplica(ABC):
         await self._call("clear_cache")
 
     async def release_kv_cache(self) -> None:
-        """Abort what is in flight and free the KV cache, not the weights. Nothing happens where it cannot."""
+        """Abort requests in flight and free the KV cache, not the weights. Does nothing if it cannot sleep."""
         await self._call("sleep", False)
 
     async def resume_kv_cache(self) -> None:

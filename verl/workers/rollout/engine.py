@@ -1,4 +1,4 @@
-"""The port between the rollout server and one inference engine, and the facts that an engine is built from."""
+"""The interface between the rollout server and one inference engine, and the record from which an engine is built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Engine(Protocol):
         """Load the model; return when `generate` would work.
 
         Returns the tensors of the model's directory that the engine keeps in float32 at any `rollout.dtype`: trainers
-        send those as they hold them. None is none.
+        send those in their own dtype. May be empty.
         """
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
@@ -64,8 +64,8 @@ class Engine(Protocol):
     async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
         """Load every weight of `version` from the arena and forget caches computed with older weights.
 
-        Returns what the engine found when it looked whether it computes with `version`; None if it cannot tell. Raises
-        IntegrityError that names the tensors that are different.
+        Returns the result of the engine's check of `version`; None without a check. Raises IntegrityError naming the
+        tensors that differ.
         """
 
     async def clear_cache(self) -> None:
@@ -78,7 +78,7 @@ class Engine(Protocol):
         """Allocate again what `sleep` freed: the weights (with undefined values) or the KV cache."""
 
     async def health(self) -> None:
-        """Return if the engine answers; raise ReplicaDied or whatever the engine raises otherwise."""
+        """Return if the engine answers; otherwise raise ReplicaDied or the engine's error."""
 
     async def shutdown(self) -> None:
         """End every process and thread of the engine."""
@@ -86,19 +86,19 @@ class Engine(Protocol):
 
 @runtime_checkable
 class SeeingEngine(Protocol):
-    """An engine that looks at the pictures of prompts."""
+    """An engine that supports pictures in prompts."""
 
     sees: Literal[True]
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
     ) -> TokenOutput:
-        """As `Engine.generate`. The prompt has the tokens that the model makes of its pictures."""
+        """As `Engine.generate`. The prompt includes the tokens of its pictures."""
 
 
 @runtime_checkable
 class TracedEngine(Protocol):
-    """An engine that can write traces of what it computes, to `rollout.profiler.save_path`."""
+    """An engine that can write traces of its computation to `rollout.profiler.save_path`."""
 
     async def start_profile(self, prefix: str) -> None:
         """Trace from here on; names of files begin with `prefix`."""

@@ -1,8 +1,8 @@
-"""What a rollout replica raises on purpose.
+"""The exceptions of rollout replicas.
 
 RolloutError
-├── NoWeights        asked to generate before any weights were activated, or after an activation failed
-├── NotFinite        the policy's weights give logits that are no numbers
+├── NoWeights        a request before any weights were activated, or after an activation failed
+├── NotFinite        the policy's weights give logits that are not finite
 ├── ReplicaDied      the server process, or the engine behind it, is gone
 └── ReplicaTimeout   no answer within the deadline
 

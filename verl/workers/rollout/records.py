@@ -1,4 +1,4 @@
-"""What agent loops and rollout servers say to each other. No engine, no Ray, no torch."""
+"""The records between agent loops and rollout servers. No engine, no Ray, no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 NO_VERSION = -1
-"""Version of tokens sampled from weights that did not come through the checkpoint engine (`load_format=auto`)."""
+"""The version of tokens sampled from weights that the engine loaded itself (`load_format=auto`)."""
 
 StopReason = Literal["completed", "length", "aborted"]
 PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class RolloutMode(Enum):
-    """What a replica shares with the trainer; decides who claims the accelerators and whether the engine sleeps."""
+    """How a replica shares accelerators with the trainer, and whether its engine sleeps."""
 
     HYBRID = "hybrid"
     """The trainer's own accelerators, in turns: the engine sleeps while the trainer works."""
@@ -31,7 +31,7 @@ class RolloutMode(Enum):
 
 
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
-"""Sampling parameters that engines are not told, and the values that change nothing."""
+"""Sampling parameters that are not passed to engines, and their only permitted values, which have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class SamplingOptions:
     logprobs: bool = True
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    """End the response, next to the model's own end-of-sequence tokens; the token that ends it is part of it."""
+    """Tokens that end the response, beside the model's own; the ending token is part of the response."""
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -61,12 +61,12 @@ class SamplingOptions:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
 
     def as_dict(self) -> dict[str, Any]:
-        """As agent loops get them, with verl's names."""
+        """The options under verl's names, as agent loops get them."""
         return asdict(self)
 
     @classmethod
     def of(cls, params: SamplingOptions | Mapping[str, Any]) -> SamplingOptions:
-        """The inverse of `as_dict`. A dict of verl's may say what engines do anyway, such as `repetition_penalty=1.0`.
+        """The inverse of `as_dict`. A dict of verl's may include NEUTRAL options, such as `repetition_penalty=1.0`.
 
         Raises ValueError for anything else, and without `max_tokens`.
         """
@@ -116,7 +116,7 @@ class WeightVersionSpan:
     stop: int
     version: int
     replica: str = field(default="", compare=False)
-    """Whose engine sampled them; its server fills it in."""
+    """The replica whose engine sampled them; its server sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +125,14 @@ class TokenOutput:
 
     token_ids: list[int]
     log_probs: list[float] | None
-    """One per token, or None where they were not asked for."""
+    """One per token, or None if not requested."""
     stop_reason: StopReason
     weight_versions: tuple[WeightVersionSpan, ...]
     """Cover all tokens, in order, without gaps."""
     routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """Integers [tokens, layers, experts per token] of prompt and response, but for the last token, which the engine
-    has not read; None where they were not asked for."""
+    """Integers [tokens, layers, experts per token] of prompt and response, without the last token, which the engine has
+    not processed; None if not requested."""
 
     def by(self, replica: str) -> TokenOutput:
-        """The same, with who sampled it."""
+        """A copy with `replica` as the one that sampled it."""
         return replace(self, weight_versions=tuple(replace(span, replica=replica) for span in self.weight_versions))

@@ -1,4 +1,4 @@
-"""Rollout engines by name. Built-ins are strings until somebody asks for them."""
+"""Rollout engines by name. Built-ins are strings that are imported on first use."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ BUILTIN = {
 RolloutReplicaRegistry: Registry[type[RolloutReplica]] = Registry(
     "rollout.name", builtin=BUILTIN, missing=BackendUnavailable
 )
-"""`rollout.name` -> replica class. `register` adds one of the user's own."""
+"""`rollout.name` -> replica class. `register` adds a user's class."""

@@ -1,4 +1,4 @@
-"""verl's place for replicas and what they return."""
+"""The names of verl's module for replicas and their results."""
 
 from verl.workers.rollout.base import RolloutReplica
 from verl.workers.rollout.records import RolloutMode, TokenOutput

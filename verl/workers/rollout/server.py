@@ -132,13 +132,13 @@ class RolloutServer:
 
     @ray.method(concurrency_group="control")
     async def start(self) -> tuple[str, ...]:
-        """What the engine keeps in float32; see `Engine.start`."""
+        """Start the engine; returns the tensors that it keeps in float32: see `Engine.start`."""
         kept_wide = await self._loop.run(self._engine.start())
         return tuple(kept_wide or ())
 
     @ray.method(concurrency_group="control")
     async def pid(self) -> int:
-        """Process id of the server, for tests and for people."""
+        """The process id of the server, for tests and users."""
         return os.getpid()
 
     @ray.method(concurrency_group="control")
@@ -152,12 +152,12 @@ class RolloutServer:
 
     @ray.method(concurrency_group="control")
     async def take_spans(self) -> list[Span]:
-        """What the engine did since the last call."""
+        """The spans of the engine's activities since the last call."""
         return await self._loop.run(self._take_spans())
 
     @ray.method(concurrency_group="control")
     async def memory(self) -> MemoryUse:
-        """Of this process and those of its engine."""
+        """The memory of this process and its engine's."""
         return await asyncio.to_thread(tree_use, self._spec.name)
 
     async def _take_spans(self) -> list[Span]:
@@ -216,7 +216,7 @@ class RolloutServer:
 
     @ray.method(concurrency_group="control")
     async def profile(self, prefix: str | None) -> None:
-        """Begin a trace whose files begin with `prefix`, or end it. Nothing for an engine that writes none."""
+        """Begin a trace whose files begin with `prefix`, or end it. Does nothing for an engine without traces."""
         if isinstance(self._engine, TracedEngine):
             await self._loop.run(self._engine.start_profile(prefix) if prefix else self._engine.stop_profile())
 
@@ -226,7 +226,7 @@ class RolloutServer:
 
     @ray.method(concurrency_group="control")
     async def sleep(self, weights: bool) -> bool:
-        """Abort, pause, and free the KV cache (and `weights`). False where the engine cannot sleep."""
+        """Abort, pause, and free the KV cache (and `weights`). False if the engine cannot sleep."""
         return await self._loop.run(self._locked(self._sleep, weights))
 
     async def _sleep(self, weights: bool) -> bool:

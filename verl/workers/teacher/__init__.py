@@ -1,1 +1,1 @@
-"""Engines that score what a student has written."""
+"""Engines of teachers, which score a student's responses."""

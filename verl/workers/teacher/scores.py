@@ -1,4 +1,4 @@
-"""What a teacher says about a response."""
+"""A teacher's log-probs of a response."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 class Scores(NamedTuple):
     log_probs: np.ndarray
-    """Of the n tokens of the response, float32 [n], at temperature 1."""
+    """Log-probs of the n tokens of the response, float32 [n], at temperature 1."""
     candidates: np.ndarray
-    """The teacher's K likeliest tokens in the place of each, int32 [n, K],"""
+    """The teacher's K likeliest tokens at each position, int32 [n, K]."""
     candidate_log_probs: np.ndarray
-    """and their log-probs, float32 [n, K]."""
+    """The log-probs of `candidates`, float32 [n, K]."""

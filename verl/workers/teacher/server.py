@@ -22,14 +22,14 @@ class TeacherServer:
         self._asked = 0
 
     async def start(self) -> None:
-        """Return when `score` would work. Raises ConfigError, RolloutError."""
+        """Start the engine; return when it can `score`. Raises ConfigError, RolloutError."""
         from verl.workers.teacher.vllm_scoring import ScoringEngine
 
         self._engine = ScoringEngine(self._spec, self._num_candidates)
         await self._engine.start()
 
     async def score(self, token_ids: list[int], count: int) -> Scores:
-        """What the teacher says about the last `count` of `token_ids`. Raises RolloutError."""
+        """Score the last `count` of `token_ids`. Raises RolloutError."""
         assert self._engine is not None  # `start` comes first
         self._asked += 1
         return await self._engine.score(token_ids, count, f"score-{self._asked}")

@@ -1,4 +1,4 @@
-"""vLLM as a teacher: its model's own weights, and log-probs of tokens that somebody else has written."""
+"""vLLM as a teacher: it loads its model's own weights, and computes log-probs of a student's tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ScoringEngine(VLLMEngine):
         }
 
     async def score(self, token_ids: Sequence[int], count: int, request_id: str) -> Scores:
-        """What the model says about the last `count` of the tokens. Raises RolloutError, ReplicaDied."""
+        """Score the last `count` of the tokens. Raises RolloutError, ReplicaDied."""
         prompt, final = TokensPrompt(prompt_token_ids=list(token_ids)), None
         sampling = SamplingParams(
             max_tokens=1,  # vLLM generates at least one

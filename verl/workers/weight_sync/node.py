@@ -20,9 +20,10 @@ NODE_CPUS = 0.05
 
 
 class CheckpointEngineWorker:
-    """A `NodePort`, one per rollout node, on that node: stages, verifies and commits versions, keeps the previous one.
+    """The actor of one rollout node, a `NodePort`: it stages, verifies and commits versions.
 
-    Called by the manager on the driver through `RayRolloutNode`. The arena goes when the actor does, however it ends.
+    The manager on the driver calls it through `RayRolloutNode`. It keeps the previous version.
+    Its arena is removed when the actor ends, even if killed.
     """
 
     def __init__(self, index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: str) -> None:
@@ -37,7 +38,7 @@ class CheckpointEngineWorker:
         return self._make()
 
     async def ping(self) -> None:
-        """Answers as long as the process lives."""
+        """Return while the process lives."""
 
 
 def _delegating(method: str) -> Callable[..., Awaitable[Any]]:
@@ -54,7 +55,7 @@ for name in methods_of(NodePort) - vars(CheckpointEngineWorker).keys():
 def start_node(
     index: int, config: CheckpointEngineConfig, *, job: str, shm_dir: Path, options: dict[str, object]
 ) -> ActorHandle[Any]:
-    """Start the worker of rollout node `index`; `options` (of `ray.remote`) say where."""
+    """Start the worker of rollout node `index`. `options`: those of `ray.remote`, with its placement."""
     actor: Any = ray.remote(CheckpointEngineWorker)
     handle: ActorHandle[Any] = actor.options(**{"num_cpus": NODE_CPUS, **options}).remote(
         index, config, job=job, shm_dir=str(shm_dir)

@@ -27,7 +27,7 @@ class WeightPublisher(Worker, ABC):
         """The weights that this rank holds."""
 
     async def describe_weights(self, config: CheckpointEngineConfig) -> Holding:
-        """First call of a sync: this rank's specs and shards. `config` stands until `close_weight_sync`."""
+        """First call of a sync: return this rank's specs and shards. `config` is valid until `close_weight_sync`."""
         if self._participant is None:
             self._participant = TrainerRank(self.rank, self.weight_source(), config)
         return await self._participant.describe()
@@ -43,13 +43,13 @@ class WeightPublisher(Worker, ABC):
     ) -> None:
         """Publish: copy this rank's shards, cast to the rollout dtype, out of the trainer. No gather, no collective.
 
-        `slots` are paths of the nodes' spare slots. `waits`: return when the copy is made, not when it has begun.
-        `deltas`: what changed since another version may be sent.
+        `slots`: paths of the nodes' spare slots. `waits`: return when the copy is made, not when it has begun.
+        `deltas`: the rank may send deltas.
         """
         await self._sync.publish(version, slots, waits, deltas)
 
     async def published_weight_sync(self, version: int) -> Published:
-        """What was published, once it is copied and digested, while the rank's own thread trains on."""
+        """Wait until the publication is copied and digested, while the rank's own thread trains on."""
         return await self._sync.published(version)
 
     def await_copied(self) -> None:
@@ -58,7 +58,7 @@ class WeightPublisher(Worker, ABC):
             self._participant.await_copied()
 
     async def serve_weight_sync(self, version: int) -> int:
-        """Take part in staging with what was published, while the rank's own thread trains on."""
+        """Send the publication in the stage phase, while the rank's own thread trains on."""
         return await self._sync.serve(version)
 
     async def close_weight_sync(self) -> None:

@@ -1,4 +1,4 @@
-"""Members of a sync that live in Ray actors, as the checkpoint engine's manager wants to see them."""
+"""The checkpoint engine's ports to members of a sync in Ray actors."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _calling(method: str) -> Callable[..., Awaitable[Any]]:
 
 
 def remote(port: type, names: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
-    """Class decorator for a `_RayMember`: each method of `port` calls the actor's, by its name or that in `names`.
+    """Class decorator for a `_RayMember`: each method of `port` calls the actor's, by its name or `names[name]`.
 
-    What the class defines itself stays.
+    Methods that the class defines itself are kept.
     """
 
     def add(cls: type[T]) -> type[T]:
@@ -95,21 +95,21 @@ class RayRolloutNode(_RayMember, NodePort):
     """A rollout node in a `CheckpointEngineWorker`."""
 
     def __init__(self, index: int, start: Callable[[], ActorHandle[Any]]) -> None:
-        """`start` starts its process, here and whenever another one shall take its place."""
+        """`start` starts the node's process, now and at each `restart`."""
         super().__init__(f"node-{index}", start())
         self._start = start
 
     def restart(self) -> None:
-        """Another process takes its place. It holds no version until a sync has connected it and brought one."""
+        """Replace the process by a new one, which holds no version until a sync has brought one."""
         self.kill()
         self._handle = self._start()
 
     def kill(self) -> None:
-        """End the process now; its arena goes with it."""
+        """Kill the process now; its arena is removed."""
         ray.kill(self._handle)
 
     async def answers(self, timeout_s: float) -> bool:
-        """Whether the process is there and answers, which it does while it works."""
+        """Whether the process lives and answers, which it does even while it works."""
         try:
             await asyncio.wait_for(self.ping(), timeout_s)
         except (TransportError, TimeoutError):

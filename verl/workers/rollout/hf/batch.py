@@ -1,4 +1,4 @@
-"""Sequences that are decoded together, one token per step: with transformers' cache, or anew where it is not right."""
+"""Decode sequences together, one token per step: with transformers' cache, or from whole sequences if it is wrong."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from verl.workers.hf.seeing import Sight
 from verl.workers.rollout.hf.routes import RouteWatch
 
 CACHES = ("past_key_values", "cache_params")
-"""What models call the cache that they are called with: keys and values, or states."""
+"""Models' names of the argument for the cache: keys and values, or states."""
 
 
 class Decoding(IntEnum):
-    """How the next token is computed: each is safe where the next one is."""
+    """How the next token is computed. A model that supports one way supports all earlier ones."""
 
     ALONE = 0
     """From the whole sequence, one after the other."""
     ROWS = 1
     """From whole sequences, in rows of their own."""
     CACHED = 2
-    """From the last token of each and what a cache keeps of those before it."""
+    """From the last token of each, and a cache of the tokens before it."""
 
 
 class DecodeBatch:
@@ -127,7 +127,7 @@ class DecodeBatch:
         yield from groups.values()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
+        """Continue with these rows only."""
         if self._cache is not None:
             index: Any = torch.tensor(rows)
             self._mask, self._deltas = self._mask[index], self._deltas[index]
@@ -135,6 +135,6 @@ class DecodeBatch:
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
-    """The parameter in which `model` is given a cache; None if it has none, or swallows one under another name."""
+    """The parameter of `model` for a cache; None if it has none, or returns it under another name."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHES if name in parameters), None)

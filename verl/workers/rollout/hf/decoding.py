@@ -1,4 +1,4 @@
-"""How a model is decoded step by step so that it says what it says of whole sequences, asked of a small one."""
+"""Find, with a small model, how to decode step by step with the same results as from whole sequences."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from verl.workers.hf.regimes import Regimes
 from verl.workers.rollout.hf.batch import DecodeBatch, Decoding, cache_name
 
 PROMPT_SHARE = 3
-"""A sequence of a probe begins with one token in so many; what it sees at once ends while it is decoded."""
+"""The prompt is one PROMPT_SHARE-th of a probe's sequence, so that windows end during decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     decoding: Decoding | None
-    """The fastest that changes nothing. None: not even the slowest is what transformers computes."""
+    """The fastest way with correct results. None: even the slowest differs from transformers."""
     why: str = ""
-    """Not a faster one, in words."""
+    """Why not a faster way, in words."""
     changes_later: bool = False
-    """Whether the model says something else of a token once others follow: log-probs of whole sequences differ."""
+    """Whether later tokens change the model's output for a token, so that log-probs of whole sequences differ."""
     sure: bool = True
-    """No error was met, which another run might not meet."""
+    """Whether no error occurred that another run might not have."""
 
     @classmethod
     def of(cls, decoding: int | None, why: str, changes_later: bool, sure: bool) -> Found:
@@ -33,9 +33,9 @@ class Found:
 
 
 def find_decoding(config: PretrainedConfig, build: Build, implementation: str | None, *, lasts: bool = False) -> Found:
-    """How sequences of a model of `config` are decoded, with this implementation of attention.
+    """Find the way to decode sequences of a model of `config`, with this implementation of attention.
 
-    Held against the model as transformers builds it, which has each sequence alone, and no cache. `lasts`: see
+    Results are compared with transformers' own model, called with each sequence alone and no cache. `lasts`: see
     `answered`.
     """
 

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Request:
-    """One response in the making."""
+    """One response that is being generated."""
 
     prompt: list[int]
     sampling: SamplingOptions
@@ -62,7 +62,7 @@ class Request:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(index of the first token, version) of each span."""
     routes: list[np.ndarray] = field(default_factory=list)
-    """Of its tokens, from the first on, where they are watched."""
+    """The experts of its tokens, from the first on, if they are recorded."""
 
     def add(self, token: int, log_prob: float, version: int) -> None:
         if not self.versions or self.versions[-1][1] != version:
@@ -89,7 +89,7 @@ class Request:
         self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans, routes))
 
     def add_routes(self, read: np.ndarray) -> None:
-        """Those of what a step read: one more token, or all once more, which keep what they had first."""
+        """Add the routes of a step's tokens: one new token, or all tokens again, which keep their first routes."""
         known = sum(map(len, self.routes))
         self.routes.append(read if len(read) == 1 else read[known:])
 

@@ -1,4 +1,4 @@
-"""Which experts a model of transformers chose."""
+"""Record the experts that a model of transformers chooses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from verl.utils.config import ConfigError
 
 
 class RouteWatch:
-    """Keeps what the routers of `model` chose in its last pass."""
+    """Keeps the choices of the routers of `model` in its last pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ConfigError for a model without routers that tell it."""
+        """Raises ConfigError for a model whose routers do not show their choices."""
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         if not routers:
             raise ConfigError(
@@ -30,7 +30,7 @@ class RouteWatch:
         self._chosen.append(output[-1])  # logits, scores, experts
 
     def take(self, mask: torch.Tensor) -> list[np.ndarray]:
-        """Of each sequence of a pass, integers [tokens, layers, k]; `mask` [sequences, columns] leaves out padding."""
+        """Each sequence's experts in a pass: int16 [tokens, layers, k]. `mask` [sequences, columns] drops padding."""
         chosen, self._chosen = torch.stack(self._chosen, dim=1).cpu(), []
         chosen = chosen.view(*mask.shape, *chosen.shape[1:]).to(torch.int16)
         return [row[kept].numpy() for row, kept in zip(chosen, mask.bool(), strict=True)]

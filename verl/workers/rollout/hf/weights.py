@@ -1,4 +1,4 @@
-"""Load a version from a node arena into a transformers model, whole or not at all as far as names and shapes go."""
+"""Load a version from a node arena into a transformers model, after all names and shapes have been checked."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ LIVENESS_S = 0.5
 AGAIN_S = 0.02
 """Until requests that had not reached the scheduler yet are told again to end."""
 SPARE_TOKENS = 8
-"""SGLang ends a response a little before its context is full. The server sees to the real limit."""
+"""Extra context length: SGLang ends a response a little before its context is full. The server enforces the limit."""
 FLUSHED_WITHIN_S = 10.0
 STOP_REASONS: dict[str, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
 
@@ -72,7 +72,7 @@ class SGLangEngine:
     # -- start and end ----------------------------------------------------------------------------------------------
 
     async def start(self) -> tuple[str, ...]:
-        """Blocks the engine loop for as long as SGLang takes; nothing else can happen before anyway."""
+        """Start SGLang. Blocks the engine loop, which has no other work before."""
         spec = self._spec
         self._eos = eos_token_ids(spec.model)
         if spec.device == "cpu":
@@ -211,9 +211,9 @@ class SGLangEngine:
         return TokenOutput(tokens, log_probs, STOP_REASONS[reason], spans)
 
     async def pause(self, mode: str) -> None:
-        """SGLang takes requests that are kept back to its queue, and computes them again from their tokens later.
+        """With `keep`, SGLang returns requests to its queue, and later computes them again from their tokens.
 
-        Without any it is not told to pause: nothing comes to it, and while it is paused its scheduler never sleeps.
+        Without requests it is not paused: none can arrive, and a paused scheduler polls without sleep.
         """
         self._open.clear()
         if mode == "abort":

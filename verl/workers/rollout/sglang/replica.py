@@ -27,7 +27,7 @@ OWNED_ARGUMENTS = {
     "skip_tokenizer_init": "the agent loops, whose prompts and responses are token ids",
     "enable_memory_saver": "rollout.free_cache_engine",
 }
-"""Set by us from keys of the configuration, or fixed because the rest relies on them."""
+"""Arguments that the replica sets from the configuration, or fixes because its code depends on them."""
 ONE_REPLICA = ("dp_size", "pp_size", "nnodes", "tokenizer_worker_num")
 """Arguments that would give a replica more ranks, or more processes, than it is placed on."""
 

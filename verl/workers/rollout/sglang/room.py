@@ -1,4 +1,4 @@
-"""How many tokens' keys and values fit into memory, where the engine is to be told."""
+"""Compute how many tokens' keys and values fit into memory, for engines that need the number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.workers.rollout.engine import EngineSpec
 
 
 def kv_cache_tokens(spec: EngineSpec) -> int:
-    """That fit into `rollout.cpu_kvcache_gib`. Raises ConfigError if that is no whole sequence."""
+    """The tokens that fit into `rollout.cpu_kvcache_gib`. Raises ConfigError if not even one sequence fits."""
     config = load_hf_config(spec.model).get_text_config()
     tokens = tokens_in(spec.config.cpu_kvcache_gib, config, spec.config.dtype)
     if tokens < spec.max_model_len:
@@ -24,7 +24,7 @@ def kv_cache_tokens(spec: EngineSpec) -> int:
 
 
 def tokens_in(gib: float, config: Any, dtype: str) -> int:
-    """That fit into `gib` of a KV cache of `dtype`, for the model of `config`, transformers' of its text."""
+    """The tokens that fit into `gib` of a KV cache of `dtype`. `config`: that of the text model."""
     heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     itemsize: int = getattr(torch, dtype).itemsize

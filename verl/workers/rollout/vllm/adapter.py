@@ -1,4 +1,4 @@
-"""Adapters as files in peft's format, which is how vLLM takes them."""
+"""Write adapters as files in peft's format, from which vLLM loads them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def engine_rank(lora_rank: int) -> int:
 
 @contextmanager
 def adapter_files(directory: Path, tensors: Mapping[str, torch.Tensor], model: HFModelConfig) -> Iterator[Path]:
-    """Write `tensors`, under peft's names, to `directory`, which is there; they are removed when the block ends.
+    """Write `tensors`, under peft's names, to the existing `directory`; they are removed when the block ends.
 
-    `model` says how they were made. Called by the server, on the host of its engine's workers.
+    `model`: the configuration of the adapters. Called by the server, on the host of its engine's workers.
     """
     from safetensors.torch import save_file
 

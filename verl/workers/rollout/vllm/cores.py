@@ -1,4 +1,4 @@
-"""Which CPU cores which vLLM worker computes on. Pure."""
+"""Assign CPU cores to vLLM workers. Pure."""
 
 from __future__ import annotations
 

@@ -50,18 +50,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LIVENESS_S = 0.5
-"""How often a control call that takes long asks whether the engine core is alive."""
+"""The interval at which a long control call checks that the engine core is alive."""
 TOLD_WITHIN_S, LOOK_S = 1.0, 0.02
-"""Which worker died is told a moment after calls fail, if at all."""
+"""The report of the dead worker comes up to TOLD_WITHIN_S after calls fail, if at all."""
 PATCHES_FROM_HERE = {
     "skip_tokenizer_init": False,  # vLLM's own processor, which no prompt passes, wants a tokenizer all the same
     "mm_processor_cache_gb": 0,
     "mm_device_do_normalize": False,  # on by default, and patches are normalized already
     "limit_mm_per_prompt": {"video": 0},
 }
-"""For a model that sees."""
+"""Options for a vision model."""
 QUANTIZATION = {"fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*gate", "*router"]}}}
-"""vLLM's words for `rollout.quantization`. Routers are small, and decide more than any other matrix."""
+"""vLLM's values for `rollout.quantization`. Routers are excluded: they are small, and errors matter most there."""
 EXPERTS_WORKER = "verl.checkpoint_engine.engines.vllm.cpu_experts.ExpertsWorker"
 """vLLM's worker for CPUs cannot compute with a part of the experts."""
 STOP_REASONS: dict[str | None, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
@@ -97,7 +97,7 @@ class VLLMEngine:
         self._adapter_directory: Path | None = None
 
     async def start(self) -> tuple[str, ...]:
-        """Blocks the engine loop for as long as vLLM takes; nothing else can happen before anyway."""
+        """Start vLLM. Blocks the engine loop, which has no other work before."""
         self._eos = eos_token_ids(self._spec.model)
         self._processor = load_processor(self._spec.model.path, load_hf_config(self._spec.model))
         if self._spec.device == "cpu":
@@ -270,7 +270,7 @@ class VLLMEngine:
         await self._control(llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
 
     async def resume(self) -> None:
-        """Data-parallel ranks that run would meet in different collectives if they were told to go on."""
+        """Resume, unless the engine runs: running data-parallel ranks would then enter different collectives."""
         if self._paused:
             await self._control(self._running().resume_generation())
             self._paused = False
@@ -354,7 +354,7 @@ class VLLMEngine:
             self._paused = False  # vLLM goes on once nothing of it sleeps
 
     async def health(self) -> None:
-        """Ask the engine core something, except while it loads weights and cannot answer."""
+        """Send the engine core a request, except while it loads weights and cannot answer."""
         llm = self._running()
         await self._control(llm.check_health() if self._activating else llm.get_weight_version())
 

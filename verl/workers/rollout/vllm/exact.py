@@ -1,7 +1,7 @@
-"""The trainer's own model inside of vLLM: transformers' modules, and attention over vLLM's paged cache.
+"""The trainer's own model inside vLLM: transformers' modules, and attention over vLLM's paged cache.
 
-vLLM's layers fuse projections and pack weights for kernels of their own. These here are the calls that a trainer makes,
-with the tokens of an engine step in the place of whole sequences.
+vLLM's layers fuse projections and pack weights for their own kernels. This model makes the same calls as a trainer,
+with the tokens of an engine step instead of whole sequences.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def register() -> None:
 
 
 class ExactWorker(CPUWorker):  # type: ignore[misc]
-    """In the process of the engine core, which knows vLLM's own models."""
+    """A worker in the process of the engine core, where the model is registered."""
 
     def init_device(self) -> None:
         register()
@@ -111,14 +111,14 @@ class ExactForCausalLM(nn.Module):
 
 
 def fill_box(parameter: nn.Parameter, values: torch.Tensor, box: Box) -> None:
-    """What vLLM calls a weight loader, and puts one of its own around."""
+    """A weight loader in vLLM's sense, which vLLM wraps in one of its own."""
     parameter.data[tuple(map(slice, box.start, box.stop))].copy_(values)
 
 
 def attend_paged(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """For transformers: [1, heads, tokens, d] of all requests of a step."""
+    """An attention implementation for transformers: [1, heads, tokens, d] of all requests of a step."""
     states = [each[0].transpose(0, 1).flatten(1) for each in (query, key, value)]
     return module.paged(*states)[None], None
 

@@ -1,6 +1,6 @@
-"""Prompts with pictures for vLLM: token ids and patches as the trainer has them, past vLLM's own processor.
+"""Make prompts with pictures for vLLM with the trainer's token ids and patches, without vLLM's own processor.
 
-Ids have a picture's tokens already, and patches come of the same function and the same file as those of the trainer.
+Ids already include the tokens of pictures. Patches come from the same function and the same file as the trainer's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MODALITY = "image"
 
 
 def prompt_with(token_ids: Sequence[int], pictures: Sequence[Picture], processor: PictureProcessor) -> MultiModalInput:
-    """Opens the pictures. Tokens for pictures behind theirs were generated, and are embedded as text.
+    """Open the pictures and make the prompt. Further picture tokens were generated, and are embedded as text.
 
-    Raises PictureError for one that cannot be opened, ValueError for fewer tokens than they become.
+    Raises PictureError for a picture that cannot be opened, ValueError for too few picture tokens.
     """
     ids = list(token_ids)
     given = processor.inputs(pictures)

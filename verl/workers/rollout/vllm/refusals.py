@@ -1,7 +1,7 @@
-"""Why vLLM does not start, in a line.
+"""Report in one line why vLLM does not start.
 
-What fails in the server raises there. What fails in the engine core or a worker is logged by that process, and the
-server gets a RuntimeError that points to a "root cause above". vLLM raises ValueError for settings that it cannot use.
+Errors in the server are raised there. The engine core and workers log their errors, and the server gets a RuntimeError
+that refers to a "root cause above". vLLM raises ValueError for settings that it cannot use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.utils.config import ConfigError
 from verl.workers.rollout.errors import RolloutError
 
 STREAMS = (1, 2)
-"""Of this process; vLLM's processes inherit them."""
+"""The output descriptors of this process, which vLLM's processes inherit."""
 _LOGGED = re.compile(r" ERROR [^\]]*\] (?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): (?P<text>.*)$", re.MULTILINE)
 _CACHE_ON_CPU = re.compile("gpu_memory_utilization|kv-cache-memory-bytes")
 """What messages about the memory of the KV cache tell people to change."""
@@ -25,8 +25,8 @@ _CACHE_ON_CPU = re.compile("gpu_memory_utilization|kv-cache-memory-bytes")
 
 @contextmanager
 def told_in_a_line(name: str, device: str) -> Iterator[None]:
-    """Around the start of vLLM for replica `name`. Raises ConfigError for settings that vLLM refuses, and RolloutError
-    with what a process of it logged."""
+    """The block that starts vLLM for replica `name`. Raises ConfigError for settings that vLLM refuses, RolloutError
+    with the error that a process of it logged."""
     begin = {file: file.stat().st_size for file in _log_files()}
     try:
         yield

@@ -182,6 +182,7 @@ def test_slots_stay_pinned_until_their_file_is_another(source: Source, plan: Syn
         assert mapped[1] is mapped[3]
         assert mapped[4] is not mapped[2]
         assert mapped[5] is mapped[3]
+        assert [hasattr(view, "bytes") for view in mapped[2:]] == [False, True, True, True]  # until it is unmapped
         assert "cannot be pinned" not in caplog.text
     kept.close()
 

@@ -73,11 +73,13 @@ class Run:
         self.nodes = Nodes(machines, unfit)
         self.pool, self.manager = Pool(self.nodes.machines), Manager(late_nodes)
         trainer = replace(PPOConfig().trainer, placement="separate", restart_wait_s=restart_wait_s)
+        of_one_replica = PPOConfig().actor_rollout_ref.rollout.replica_ranks
         self.lost = LostMachines(
             replace(PPOConfig(), trainer=trainer),
             "cuda",
             machines=lambda: {
-                name: Machine(address=f"host of {name}", cpus=8, accelerators=8) for name in sorted(self.there)
+                name: Machine(address=f"host of {name}", cpus=8, accelerators=of_one_replica)
+                for name in sorted(self.there)
             },
             trainer_nodes=lambda: [TRAINER],
             nodes=lambda: self.nodes,

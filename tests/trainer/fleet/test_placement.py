@@ -200,7 +200,7 @@ HOSTS = {name: Machine(address=name, cpus=4, accelerators=8) for name in "abcd"}
         ("separate", "cuda", {"gone": 2}, "b", HOSTS, {"gone": "c"}),
         ("separate", "cuda", {"gone": 2, "gone too": 2}, "b", HOSTS, {"gone": "c", "gone too": "d"}),
         ("separate", "cuda", {"gone": 2, "gone too": 2}, "bc", HOSTS, {"gone": "d"}),  # as far as there are any
-        ("separate", "cuda", {"gone": 9}, "b", HOSTS, {}),  # with as many devices
+        ("separate", "cuda", {"gone": 2}, "b", {"c": replace(HOSTS["c"], accelerators=1)}, {}),  # with as many devices
         ("separate", "cpu", {"gone": 9}, "b", HOSTS, {}),  # and CPUs
         ("separate", "cuda", {"gone": 2}, "bcd", HOSTS, {}),
         ("separate", "cuda", {"gone": 2}, "", {"a": HOSTS["a"]}, {}),  # the trainer has its devices

@@ -158,9 +158,10 @@ def test_validation_with_several_responses_has_mean_best_and_majority_in_the_cor
     assert got["val-aux/math/seconds/best@2/mean"] < got["val-aux/math/seconds/best@3/mean"]
 
 
-def test_the_earliest_of_equally_common_predictions_is_the_majority():
-    drawn = np.array([[0, 1], [1, 0], [2, 2]])
-    assert _majority(np.array([0, 1, 1]), drawn).tolist() == [0, 1, 2]
+def test_the_majority_is_the_earliest_of_the_commonest_predictions():
+    drawn = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 2], [0, 2, 1], [2, 2, 2]])
+    assert _majority(np.array([0, 1, 1]), drawn).tolist() == [0, 1, 1, 2, 2]
+    assert _majority(np.array([0, 1, 2]), drawn[:, :2]).tolist() == [0, 1, 0, 0, 2]
 
 
 def test_data_sources_are_reported_apart_and_prompts_weigh_the_same_whatever_their_name():

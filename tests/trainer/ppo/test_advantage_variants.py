@@ -79,16 +79,29 @@ def test_the_optimal_token_baseline_weighs_by_energy_up_to_the_token():
         "old_log_probs": torch.tensor([[0.5, 0.25], [0.8, 1.0], [0.5, 0.5]]).log(),
         "sum_pi_squared": torch.tensor([[0.5, 0.25], [0.7, 9.0], [0.5, 0.5]]),
     }
-    advantages, _ = get_adv_estimator_fn("optimal_token_baseline")(**given)
+    advantages, returns = get_adv_estimator_fn("optimal_token_baseline")(**given)
     baseline = (0.5 * 3 + 0.1 * 1) / 0.6
     # Beyond the second longest response the longest has no baseline; group b has one member.
     expected = torch.tensor([[3 - baseline, 3.0], [1 - baseline, 0.0], [1.0, 0.5]])
     torch.testing.assert_close(advantages, expected)
-    weighed, _ = get_adv_estimator_fn("optimal_token_baseline")(
-        **given, rollout_is_weights=torch.tensor([[1.0, 1.0], [2.0, 0.0], [1.0, 1.0]])
-    )
+    weights = torch.tensor([[1.0, 1.0], [2.0, 0.0], [1.0, 1.0]])
+    weighed, _ = get_adv_estimator_fn("optimal_token_baseline")(**given, rollout_is_weights=weights)
     baseline = (0.5 * 3 + 0.4 * 1) / 0.9
     torch.testing.assert_close(weighed[:, 0], torch.tensor([3 - baseline, 1 - baseline, 1.0]))
+
+    columns = torch.tensor([[0, 2], [1, 3], [2, 3]])  # outputs of tools lie between
+
+    def apart(values, between):
+        return torch.full((3, 4), between, dtype=values.dtype).scatter(1, columns, values)
+
+    spread = {
+        name: apart(values, 0 if name in ("response_mask", "token_level_rewards") else 0.3)
+        for name, values in {**given, "rollout_is_weights": weights}.items()
+        if isinstance(values, torch.Tensor)
+    }
+    found = get_adv_estimator_fn("tir_optimal_token_baseline")(**given | spread)
+    torch.testing.assert_close(found[0], apart(weighed, 0.0))
+    torch.testing.assert_close(found[1].gather(1, columns)[MASK.bool()], returns[MASK.bool()])
 
 
 @pytest.mark.parametrize("wrong", [None, "high", float("nan"), float("inf")])

@@ -17,7 +17,7 @@ from verl.workers.engine.micro_batches import (
     sequence_widths,
     split_to_count,
 )
-from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, num_mini_batches
+from verl.workers.mini_batches import iterate_mini_batches, mini_batch_size_per_rank, num_mini_batches, shuffler
 
 WIDTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
 
@@ -107,6 +107,16 @@ def test_every_epoch_walks_through_the_batch_in_order_or_shuffled():
     assert [len(part) for part in shuffled] == [2, 2, 1]
     assert sorted(sum(shuffled, [])) == list(range(5))
     assert shuffled != rows(ppo_epochs=1)
+
+
+def test_each_rank_shuffles_each_step_in_an_order_of_its_own_which_a_repeated_step_has_again():
+    def order(rank, step):
+        data = DataProto.from_dict({"row": torch.arange(2)}, meta_info={"global_steps": step})
+        return tuple(torch.randperm(1000, generator=shuffler(7, rank, data)).tolist())
+
+    orders = [order(rank, step) for rank in range(3) for step in range(3)]
+    assert len(set(orders)) == 9
+    assert orders == [order(rank, step) for rank in range(3) for step in range(3)]
 
 
 def test_mini_batches_that_do_not_divide_over_the_ranks_are_as_many_and_nearly_equal():

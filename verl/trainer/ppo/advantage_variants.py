@@ -1,4 +1,4 @@
-"""Advantage estimators of outcomes beside those in `advantages`, whose `AdvantageEstimator` they are."""
+"""More advantage estimators of outcomes; `advantages` has the names (`AdvantageEstimator`) and the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compute_rloo_vectorized_outcome_advantage(
     index: np.ndarray,
     config: AlgorithmConfig | None = None,
 ) -> Result:
-    """RLOO, except that a group of one has no advantage, as in verl 0.9.1."""
+    """RLOO, except that the advantage of a group of one is 0, as in verl 0.9.1."""
     advantages, _ = compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)
     alone = (Groups(token_level_rewards, response_mask, index).sizes <= 1).unsqueeze(-1)
     advantages = torch.where(alone, 0.0, advantages)
@@ -77,7 +77,7 @@ def compute_opo_outcome_advantage(
     index: np.ndarray,
     config: AlgorithmConfig | None = None,
 ) -> Result:
-    """OPO (arXiv:2505.23585, eq. 7): score minus the group's mean score, in which responses count by their length."""
+    """OPO (arXiv:2505.23585, eq. 7): score minus the group's mean score, weighted by response length."""
     groups = Groups(token_level_rewards, response_mask, index)
     lengths = response_mask.bool().sum(-1).double()
     baseline = groups.total(lengths * groups.scores) / groups.total(lengths).clamp(min=1)
@@ -91,8 +91,8 @@ def compute_grpo_passk_outcome_advantage(
     index: np.ndarray,
     config: AlgorithmConfig | None = None,
 ) -> Result:
-    """Pass@k as the objective (arXiv:2503.19595): the best response of a group gets what it is ahead of the second, the
-    others get 0; divided by the group's standard deviation as GRPO's are. Of several that are best none is ahead."""
+    """Pass@k as the objective (arXiv:2503.19595): the group's best response gets its score minus the second best, the
+    others 0; divided by the group's deviation as in GRPO. If several share the best score, all get 0."""
     groups = Groups(token_level_rewards, response_mask, index)
     divided = (config or AlgorithmConfig()).norm_adv_by_std_in_grpo
     advantages = torch.zeros_like(groups.scores)
@@ -113,7 +113,7 @@ def compute_remax_outcome_advantage(
     config: AlgorithmConfig | None = None,
     index: np.ndarray | None = None,
 ) -> Result:
-    """ReMax (arXiv:2310.10505, eq. 5): what is still to be earned, less what a greedy response to the prompt earns."""
+    """ReMax (arXiv:2310.10505, eq. 5): a token's reward still to come, minus that of a greedy response."""
     returns = _to_go(token_level_rewards, response_mask)
     return torch.where(response_mask.bool(), returns - reward_baselines.float().unsqueeze(-1), 0.0), returns
 
@@ -128,13 +128,13 @@ def compute_optimal_token_baseline_advantage(
     sum_pi_squared: torch.Tensor,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Result:
-    """Optimal token baseline (arXiv:2602.07078): what is still to be earned, less its mean over the responses of the
-    group that have such a token, in which each counts by its gradient's size W up to there.
+    """Optimal token baseline (arXiv:2602.07078): the reward still to come at position t, minus its mean over the
+    group's responses that have a token there. The mean is weighted by W_t, the size of the gradient up to t.
 
     W_t is the sum over tokens j <= t of 1 - 2 pi_j + sum pi_j^2, the squared gradient of log pi with regard to the
-    logits, each times the square of the token's importance weight, if there is one. The longest response of a group has
-    no baseline from the length of the second longest on, as in verl 0.9.1; any other token that is alone at its
-    position is its own baseline, and has no advantage. A length is the number of tokens that the policy wrote.
+    logits, each times the square of the token's importance weight, if given. The longest response of a group has no
+    baseline beyond the length of the second longest, as in verl 0.9.1. Any other token alone at its position is its own
+    baseline: its advantage is 0. Lengths count the policy's tokens only.
     """
     mask = response_mask.bool()
     groups = Groups(token_level_rewards, response_mask, index)
@@ -173,8 +173,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     sum_pi_squared: torch.Tensor,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Result:
-    """`optimal_token_baseline` for responses with tools: the n-th token that the policy wrote is compared with the n-th
-    of the others, wherever outputs of tools lie between."""
+    """`optimal_token_baseline` for responses with tools: compares the policy's n-th token with the n-th of the other
+    responses, without counting the tools' outputs."""
     mask = response_mask.bool()
     order = (~mask).byte().argsort(dim=-1, stable=True)
     returns = _to_go(token_level_rewards, response_mask)
@@ -199,7 +199,7 @@ def compute_gdpo_outcome_advantage(
     config: AlgorithmConfig,
     reward_components: torch.Tensor,
 ) -> Result:
-    """GDPO (arXiv:2601.05242): each component of the reward as in GRPO, their weighted sum whitened over the batch."""
+    """GDPO (arXiv:2601.05242): normalises each reward component as GRPO does; whitens their weighted sum."""
     weights = config.gdpo_reward_weights or [1.0] * reward_components.shape[1]
     total = torch.zeros(response_mask.shape, dtype=torch.float32)
     for weight, component in zip(weights, reward_components.unbind(1), strict=True):

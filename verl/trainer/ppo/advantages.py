@@ -1,4 +1,4 @@
-"""Advantage estimators, by the name that `algorithm.adv_estimator` gives them."""
+"""Advantage estimators, registered under the names that `algorithm.adv_estimator` accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPSILON = 1e-6
 
 
 class AdvantageEstimator(StrEnum):
-    """The names that verl gives to estimators. One that nobody registered is an error of the configuration."""
+    """verl's names of estimators. Configuring one that is not registered raises ConfigError."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -54,7 +54,7 @@ class EstimatorFunction(Protocol):
 
 
 class ValueEstimatorFunction(Protocol):
-    """As `EstimatorFunction`, for one that needs a critic: `values` float32 [B, R], before each token."""
+    """An `EstimatorFunction` that needs a critic: it also gets its `values`, float32 [B, R], one before each token."""
 
     def __call__(
         self,
@@ -81,10 +81,10 @@ def register_adv_est(
 ) -> Callable[[Estimator], Estimator]:
     """Decorator that makes an `EstimatorFunction` available as `algorithm.adv_estimator=name`.
 
-    With `needs_values` it is a `ValueEstimatorFunction`, and a run that names it has a critic. `needs` are further
-    arguments, tensors of the batch, None if it has none: `old_log_probs`, `rollout_is_weights` and what is only made
-    for who needs it, `reward_baselines` [B], the rewards of greedy responses, `sum_pi_squared` [B, R], over the
-    vocabulary, and `reward_components` [B, K], what the reward function says under `algorithm.gdpo_reward_keys`.
+    With `needs_values` it is a `ValueEstimatorFunction`, and its runs have a critic. `needs` names further arguments:
+    tensors of the batch, None if absent. These are `old_log_probs`, `rollout_is_weights`, and three that are computed
+    only if needed: `reward_baselines` [B], rewards of greedy responses; `sum_pi_squared` [B, R], summed over the
+    vocabulary; `reward_components` [B, K], the reward function's values under `algorithm.gdpo_reward_keys`.
     """
     register: Callable[[Estimator], Estimator] = ESTIMATORS.register(str(name))
 
@@ -99,7 +99,7 @@ def register_adv_est(
 def get_adv_estimator_fn(name_or_enum: str) -> Any:
     """An `EstimatorFunction`, or if `needs_values(name)` a `ValueEstimatorFunction`.
 
-    Raises ConfigError for a name that nobody registered, and for a function that cannot be called as one of them.
+    Raises ConfigError for a name that is not registered, and for a function with another signature.
     """
     name = str(name_or_enum)
     function = ESTIMATORS.get(name)
@@ -108,7 +108,7 @@ def get_adv_estimator_fn(name_or_enum: str) -> Any:
 
 
 def needed_by(name: str) -> tuple[str, ...]:
-    """The tensors that an estimator takes beside the arguments of all."""
+    """The names of the tensors that an estimator needs beside the common arguments."""
     return _NEEDS.get(str(name), ())
 
 
@@ -127,7 +127,7 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GRPO with outcome rewards (DeepSeekMath, arXiv:2402.03300): (score - group mean) / (group std + 1e-6).
 
-    The score of a sequence is the sum of its token rewards, the standard deviation that of a sample (n - 1). With
+    A sequence's score is the sum of its token rewards; the standard deviation is that of a sample (n - 1). With
     `norm_adv_by_std_in_grpo=false`, here or in `config`, there is no division (Dr. GRPO, arXiv:2503.20783). A group of
     one has no baseline: its advantage is its score.
     """
@@ -169,8 +169,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE++ (arXiv:2501.03262): discounted returns per token, whitened over all tokens of the batch.
 
-    G_t = r_t + gamma * G_(t+1), where only tokens of the policy discount: a tool's output between two turns passes the
-    return through unchanged.
+    G_t = r_t + gamma * G_(t+1), where only the policy's tokens discount: the output of a tool passes the return on
+    unchanged.
     """
     gamma = (config or AlgorithmConfig()).gamma
     mask = response_mask.bool()
@@ -197,9 +197,9 @@ def compute_gae_advantage_return(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantages (arXiv:1506.02438), whitened over all tokens of the batch; returns are those plus values.
 
-    d_t = r_t + gamma * V_(t+1) - V_t and A_t = d_t + gamma * lam * A_(t+1), where t + 1 is the next token of the
-    policy: a tool's output between two turns is passed over, and a reward that stands on it counts for the token
-    before it. Nothing follows the last token. `gamma` and `lam` are those of `config` unless they are given.
+    d_t = r_t + gamma * V_(t+1) - V_t and A_t = d_t + gamma * lam * A_(t+1), where t + 1 is the policy's next token. A
+    tool's output is skipped; a reward on it counts for the policy's token before it. Behind the last token, V and A are
+    0. `gamma` and `lam` default to those of `config`.
     """
     config = config or AlgorithmConfig()
     gamma, lam = config.gamma if gamma is None else gamma, config.lam if lam is None else lam
@@ -221,8 +221,8 @@ def compute_gae_advantage_return(
 class Groups:
     """Scores [B] of sequences, and the size and mean of each one's group, [B].
 
-    Sequences without a token of the policy (aborted requests, padding) are in no group: an outcome that the policy did
-    not produce must not move the baseline of those it did.
+    Sequences without a token of the policy (aborted requests, padding) are in no group: they must not move the baseline
+    of the others.
     """
 
     group: torch.Tensor

@@ -72,7 +72,7 @@ from verl.workers.losses import (
 )
 
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
-"""verl's two are the same formula."""
+"""verl has two functions for one formula; here both names are one function."""
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",

@@ -1,4 +1,4 @@
-"""The prompts of a job: read, checked and counted on the driver before anything starts."""
+"""The driver reads, checks and counts the prompts of a job before any process starts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def build_dataloaders(
     agent_loop_manager_class: Any,
     processor: PictureProcessor | None = None,
 ) -> dict[str, PromptLoader]:
-    """Of the splits `train` and `val`. `processor`: of a model that sees. Raises ConfigError for data that this job
-    cannot use."""
+    """Loaders of the splits `train` and `val`. `processor` is that of a multimodal model. Raises ConfigError for
+    unusable data."""
     data = config.data
     shown_tools = _shown_tools(config, tokenizer, agent_loop_manager_class)
     given_files = {"train": data.train_files, "val": data.val_files}
@@ -88,10 +88,10 @@ def _shown_tools(
 def unheard_interactions(
     config: PPOConfig, loaders: Mapping[str, PromptLoader], agent_loop_manager_class: Any
 ) -> list[str]:
-    """What to warn of: interactions that samples, or the configuration, name in vain.
+    """Warnings about interactions that samples or the configuration name, but no agent loop uses.
 
-    Raises ConfigError for samples that would be generated without theirs. Data sets of the user's own that do not tell
-    their `partners`, and managers that cannot be asked, are not looked at.
+    Raises ConfigError for samples that would be generated without their interaction. Not checked: custom data sets
+    without `partners`, and managers without `unheard_interactions`.
     """
     look = getattr(agent_loop_manager_class, "unheard_interactions", None)
     partners = [getattr(loader.dataset, "partners", {}) for loader in loaders.values()]
@@ -106,7 +106,7 @@ def unheard_interactions(
 
 
 def require_seen(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any) -> None:
-    """Raises ConfigError for samples with pictures that somebody would score or continue without having seen them."""
+    """Raises ConfigError if samples have pictures that the agent loop, the reward model or a teacher would not see."""
     for agent, place in getattr(dataset, "pictured", {}).items():
         sees = getattr(agent_loop_manager_class, "sees", None)
         if sees is None or not sees(config, agent):
@@ -119,9 +119,9 @@ def require_seen(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any)
 
 
 def require_rewards(dataset: Any, key: str) -> None:
-    """Raises ConfigError for a sample that no built-in rule can ever reward: no rule for its source, or no truth.
+    """Raises ConfigError for a sample that no built-in rule can reward: no rule for its source, or no ground truth.
 
-    Data sets of the user's own that do not tell their `sources` are scored as they come.
+    Custom data sets without an attribute `sources` are not checked.
     """
     for name, source in getattr(dataset, "sources", {}).items():
         if rule_for(name) is None:

@@ -1,4 +1,4 @@
-"""What teachers say, as tensors of a batch, and how far the student is from them."""
+"""The teachers' log-probs as tensors of a batch, and the student's distance from them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def require_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, device: str) -> None:
-    """Raises ConfigError for a teacher that is not there, or that does not read the tokens of the policy."""
+    """Raises ConfigError for a teacher whose files are missing or whose vocabulary is not the policy's."""
     for teacher in teachers_of(config, device):
         key = f"distillation.teacher_models.{teacher.name}.model_path"
         require_vocabulary(tokenizer, teacher.path, key, trust_remote_code=teacher.config.trust_remote_code)
 
 
 def require_routes(config: PPOConfig, train: PromptLoader) -> None:
-    """Raises ConfigError for training samples without a teacher, where the data set has counted its sources."""
+    """Raises ConfigError for training samples whose source has no teacher, if the data set counts its `sources`."""
     teachers, data = config.distillation.teachers, config.data
     if len(teachers) < 2 or config.distillation.teacher_key != data.reward_fn_key:
         return
@@ -44,9 +44,9 @@ def require_routes(config: PPOConfig, train: PromptLoader) -> None:
 
 
 def add_teacher_log_probs(batch: DataProto, asked: Asked, config: PPOConfig) -> dict[str, float]:
-    """Wait for what teachers say, and leave it in `batch`; metrics of the policy before the update.
+    """Wait for the teachers' log-probs and add them to `batch`. Returns metrics of the policy before the update.
 
-    `batch` has `old_log_probs`, and its rows as they were when teachers were asked. Raises RolloutError.
+    `batch` must have `old_log_probs`, and its rows in the order of the request `asked`. Raises RolloutError.
     """
     tensors, loss = tensors_of(batch), config.distillation.distillation_loss
     vocabulary = load_hf_config(config.actor_rollout_ref.model).get_text_config().vocab_size

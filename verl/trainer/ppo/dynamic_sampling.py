@@ -1,6 +1,6 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): groups whose responses all earn the same teach nothing.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): drops groups whose responses all earn the same.
 
-A group of advantages that are all 0 has no gradient. Prompts are drawn until a batch is full of groups that differ.
+Advantages of such a group are 0: it has no gradient. Prompts are drawn until a batch is full of other groups.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from verl.workers.reward_manager import RewardError, RewardOutput
 
 KEY = "algorithm.filter_groups"
 OF_REWARDS = ("score", "seq_reward", "seq_final_reward")
-"""Metrics that are the reward itself; any other is a number that the reward function returns."""
+"""Metrics that mean the reward itself; any other names a number that the reward function returns."""
 logger = logging.getLogger(__name__)
 
 
 class TooFewGroups(NamedFailure):
-    """So many batches did not hold enough groups whose responses differ."""
+    """The permitted number of batches did not contain enough groups whose responses differ."""
 
 
 def filling(config: PPOConfig, batches_of_data: int) -> DynamicBatch:
-    """The batch of a step, still empty. One pass over the data draws `batches_of_data`."""
+    """A new, empty batch of one step. `batches_of_data` is the number of batches in one pass over the data."""
     chosen = config.algorithm.filter_groups
     return DynamicBatch(
         metric=chosen.metric or "",
@@ -41,7 +41,7 @@ def filling(config: PPOConfig, batches_of_data: int) -> DynamicBatch:
 
 
 def generation_batch_size(config: PPOConfig) -> int:
-    """Prompts that are drawn and generated at a time."""
+    """The number of prompts that the driver draws and generates at a time."""
     if not config.algorithm.filter_groups.enable:
         return config.data.train_batch_size
     return config.data.gen_batch_size or config.data.train_batch_size
@@ -49,13 +49,13 @@ def generation_batch_size(config: PPOConfig) -> int:
 
 @dataclass
 class DynamicBatch:
-    """The batch of one step, as it fills."""
+    """The batch of one step while it is being filled."""
 
     metric: str
     wanted: int
-    """Groups of a whole batch."""
+    """The number of groups in a full batch."""
     max_batches: int
-    """Batches that may be drawn for it."""
+    """The largest number of batches to draw."""
     drawn_batches: Fraction = Fraction(0)
     drawn_groups: int = 0
     kept_groups: int = 0
@@ -67,13 +67,13 @@ class DynamicBatch:
 
     @property
     def missing(self) -> int:
-        """Groups that differ, and are still to be found."""
+        """The number of differing groups that a full batch still lacks."""
         return max(0, self.wanted - self.kept_groups)
 
     def add(self, batch: DataProto, reward: RewardOutput, *, batches: Fraction = Fraction(1)) -> set[str]:
-        """Keep the groups of `batch` that differ; their uids. It is `batches` of those that are drawn at a time.
+        """Keep the groups of `batch` that differ, and return their uids. `batch` counts as `batches` drawn batches.
 
-        Raises TooFewGroups if it is not full and no more may be drawn.
+        Raises TooFewGroups if the batch is not full and `max_batches` are drawn.
         """
         values = metric_values(reward, self.metric)
         uids = batch.non_tensor_batch["uid"]
@@ -94,7 +94,7 @@ class DynamicBatch:
         return {uids[rows[0]] for rows in differing}
 
     def result(self) -> tuple[DataProto, RewardOutput]:
-        """The first groups that were kept, as many as are wanted."""
+        """The first `wanted` groups that were kept."""
         batch = DataProto.concat([part for part, _ in self._parts])
         reward = _joined([reward for _, reward in self._parts])
         rows = [row for group in list(_groups(batch.non_tensor_batch["uid"]))[: self.wanted] for row in group]

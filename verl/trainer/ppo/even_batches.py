@@ -1,4 +1,4 @@
-"""Batches whose sequences do not divide over the trainer's ranks: each rank gets equally many, some of them padding."""
+"""Pads batches that do not divide over the trainer ranks, so that each rank gets equally many sequences."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PADDING = "__padding__"
 
 
 def padded(batch: DataProto, ranks: int) -> DataProto:
-    """`batch` with copies of its last sequence up to the next multiple of `ranks`; itself if nothing is missing.
+    """`batch`, padded with copies of its last sequence to a multiple of `ranks`; `batch` itself if it divides.
 
-    No token of a copy has a loss or a reward, and it is of a group of its own: losses, advantages and the metrics that
-    follow `response_mask` are those of the sequences that there are.
+    A copy has an empty `response_mask`, no reward, and a uid of its own. So it changes no loss, advantage, or metric
+    that uses `response_mask`.
     """
     count = len(batch)
     missing = -count % ranks
@@ -32,7 +32,7 @@ def padded(batch: DataProto, ranks: int) -> DataProto:
 
 
 def without_padding(batch: DataProto) -> DataProto:
-    """The sequences that there are, in their present order."""
+    """`batch` without the copies that `padded` added; the order is kept."""
     is_padding = batch.non_tensor_batch.get(PADDING)
     if is_padding is None:
         return batch

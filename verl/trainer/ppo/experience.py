@@ -1,4 +1,4 @@
-"""What critic and actor learn from: samples with their rewards, log-probs and advantages."""
+"""Adds rewards, log-probs and advantages to samples: what critic and actor learn from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verl.workers.reward_manager import RewardError, RewardManager, RewardOutput
 
 
 class Experience:
-    """Adds to the samples of a step what an update takes beside them. Used on the driver; trainer ranks compute."""
+    """Adds the tensors that an update needs to the samples of a step. The driver calls it; trainer ranks compute."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Experience:
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
     def score(self, batch: DataProto, now: Step) -> DataProto:
-        """`token_level_scores`, and the reward function's other numbers as metrics."""
+        """Add `token_level_scores` to the batch; the reward function's other numbers become metrics."""
         if now.reward is None:
             now.reward = now.scored(self._reward_manager, batch, self._config.reward_model.max_failed)
         reward = now.reward
@@ -61,7 +61,7 @@ class Experience:
         return self._balanced(padded(batch, self._cluster.actor.world_size), now)
 
     def add_old_log_probs(self, batch: DataProto, now: Step) -> DataProto:
-        """The policy's log-probs before the update, and how far the rollout engine's are from them."""
+        """Add the policy's log-probs before the update; metrics compare them with the rollout engine's."""
         tensors = tensors_of(batch)
         mask = tensors["response_mask"]
         if self._config.actor_rollout_ref.actor.use_rollout_log_probs:
@@ -105,7 +105,7 @@ class Experience:
         return batch.union(self._cluster.actor.compute_ref_log_prob(batch))
 
     def add_advantages(self, batch: DataProto, now: Step) -> DataProto:
-        """Rewards (with the KL penalty if that belongs there) become advantages, by groups of one prompt."""
+        """Compute advantages from the rewards (with the KL penalty, if configured), by groups of one prompt."""
         tensors, algorithm = tensors_of(batch), self._config.algorithm
         rewards = tensors["token_level_scores"]
         if algorithm.use_kl_in_reward:
@@ -140,7 +140,7 @@ class Experience:
         now.metrics |= metrics
 
     def filtered(self, batch: DataProto, now: Step) -> DataProto:
-        """What updates see of `batch`: all of it, or with policy filtration what is drawn from it."""
+        """The samples of `batch` to update on: all of them, or with policy filtration a draw from them."""
         if not self._config.algorithm.use_pf_ppo:
             return batch
         drawn, metrics = filtered(batch, self._config.algorithm.pf_ppo, self._config.trainer.seed + now.number)
@@ -167,7 +167,7 @@ def needs_critic(config: PPOConfig) -> bool:
 
 
 def reward_components(reward: RewardOutput, keys: Sequence[str]) -> torch.Tensor:
-    """The numbers that the reward function gave under `keys`, [B, len(keys)].
+    """The numbers that the reward function returned under `keys`, [B, len(keys)].
 
     Raises RewardError for a response without one of them.
     """

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rollouts(Protocol):
-    """Generation, however many engines and agent loops it takes."""
+    """Generates responses with any number of engines and agent loops."""
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One response per row of `prompts`, in order: the generated columns alone, and `meta_info["timing"]`.
@@ -25,11 +25,11 @@ class Rollouts(Protocol):
         """
 
     def set_servers(self, server_handles: Sequence[Any]) -> int:
-        """Use these servers from the next batch on. Workers that died are started again: how many."""
+        """Use these servers from the next batch on. Restarts dead workers and returns their number."""
 
     @property
     def workers(self) -> list[Any]:
-        """Actors with `generate_sequences`, which take any part of a batch."""
+        """The worker actors. Their `generate_sequences` accepts any part of a batch."""
 
 
 @dataclass(frozen=True)
@@ -37,52 +37,52 @@ class Generation:
     """A batch that is being generated."""
 
     future: Future[DataProto]
-    """Done when nothing of the batch generates any more."""
+    """Done when no request of the batch is running any more."""
     _healed: Callable[[], DataProto]
 
     def result(self) -> DataProto:
-        """Wait for it. What `generate_sequences` would return, or raise, healing dead engines likewise."""
+        """Wait, and return or raise what `generate_sequences` would; dead engines are healed likewise."""
         return self._healed()
 
     def abandon(self) -> None:
-        """Wait until nothing of it generates; nobody wants what it came to."""
+        """Wait until no request of the batch is running; discard responses and errors."""
         wait([self.future])
 
 
 class HealingRollouts:
-    """`Rollouts` that has dead engines and workers restarted and then generates the batch again, whole.
+    """`Rollouts` that has dead engines and workers restarted, then generates the whole batch again.
 
-    While another engine lives, the agent loops send the dead one's requests there, and nobody gets to see a failure.
+    While another engine lives, the agent loops send the dead engine's requests there, and no call fails.
     """
 
     def __init__(self, rollouts: Rollouts, servers: Callable[[], Sequence[Any]], recovery: Recovery) -> None:
-        """`servers`: of the engines in service. The workers of `rollouts` are watched by `recovery` from now on."""
+        """`servers` returns those in service. `recovery` watches the workers of `rollouts` from now on."""
         self._rollouts = rollouts
         self._recovery = recovery
         self._background = ThreadPoolExecutor(1, thread_name_prefix="generation")
         recovery.watch(AGENT_LOOPS, lambda: rollouts.set_servers(servers()))
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Raises what the last attempt raised, or at once if nothing had died: it was not for that reason then."""
+        """Raises the error of the last attempt, or the first error if no engine or worker had died."""
         return self._healing(prompts, partial(self._rollouts.generate_sequences, prompts), self.changes)
 
     @property
     def workers(self) -> list[Any]:
-        """The actors behind the rollouts, for those who hand out samples themselves."""
+        """The agent loops' actors, for callers that distribute samples themselves."""
         return self._rollouts.workers
 
     def start(self, prompts: DataProto) -> Generation:
-        """Generate in the background, one batch at a time. Only the batch's `result` heals, on the caller's thread."""
+        """Generate in the background, one batch at a time. Only `Generation.result` heals, on the caller's thread."""
         future = self._background.submit(self._rollouts.generate_sequences, prompts)
         return Generation(future, partial(self._healing, prompts, future.result, self.changes))
 
     @property
     def changes(self) -> int:
-        """How many engines and workers have been restarted or given up so far, by whomever."""
+        """How many engines and workers have been restarted or given up so far, by all callers."""
         return self._recovery.changes(BATCH)
 
     def recovers(self, *, since: int, tried: int) -> bool:
-        """Restart what died. Whether what failed may be tried again; see `Recovery.recovers`."""
+        """Restart dead engines and workers. True if the failed call may be tried again; see `Recovery.recovers`."""
         return self._recovery.recovers(BATCH, since=since, tried=tried)
 
     def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto], since: int) -> DataProto:

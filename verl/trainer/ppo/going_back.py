@@ -1,4 +1,4 @@
-"""How a run whose trainer ranks were lost, and started again, gets back to where it was.
+"""How a run continues after its trainer ranks were lost and started again.
 
 ranks that remember their last step    go on with it: with its sync and checkpoint, if those are not made
 ranks that remember the step before    learn the last one once more, from its samples
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class StateLost(Exception):
-    """Trainer ranks were started again, without the state of the step under way. Its cause is why they were."""
+    """Restarted trainer ranks lack the state of the current step. The cause is the error that ended them."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a run began."""
+    """The state with which a run began."""
 
     checkpoint: Path | None
-    """That it was resumed from."""
+    """The checkpoint that the run was resumed from, if any."""
     prompts: dict[str, Any]
     """State of the data loader."""
     kl_coef: float
@@ -41,7 +41,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Learned:
-    """A step, as it was before it was learned."""
+    """A step with its batch and KL coefficient as they were before the update."""
 
     now: Step
     batch: DataProto
@@ -49,7 +49,7 @@ class Learned:
 
 
 class GoingBack:
-    """For one run, on its driver's main thread."""
+    """Retries steps after the loss of trainer ranks. One per run, used on the driver's main thread."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class GoingBack:
         learn: Callable[[Learned], DataProto],
         restore: Callable[[], tuple[int, Path | None]],
     ) -> None:
-        """`kept`: what goes on when trainer ranks are lost. `learn` returns the batch with all that it took.
+        """`kept` names, for the log, what survives the loss of trainer ranks. `learn` updates, and returns the batch.
 
-        `restore` gives ranks the last state on disk, or that of the beginning: the step, and the checkpoint if any.
+        `restore` loads the last checkpoint, or the beginning's state: returns the step, and the checkpoint or None.
         """
         self._recovery, self._ranks = cluster.recovery, cluster.trainer_ranks
         self._kept, self._learn, self._restore = kept, learn, restore
@@ -73,7 +73,7 @@ class GoingBack:
         """The step whose weights the trainer ranks have."""
 
     def until_done(self, train_after: Callable[[int], T], step: int) -> T:
-        """What `train_after` returns, which starts from `step`, and from an earlier one when it raises StateLost."""
+        """The result of `train_after(step)`. When that raises StateLost, it is called again with an earlier step."""
         while True:
             try:
                 return train_after(step)
@@ -81,7 +81,7 @@ class GoingBack:
                 step = self.attempt(self._go_back, again=self._go_back)
 
     def begin(self, work: Callable[[], None]) -> None:
-        """`work` before the first step. Raises StateLost if ranks are lost in it."""
+        """Call `work` before the first step. Raises StateLost if trainer ranks are lost during it."""
 
         def lose(failure: Exception) -> None:
             raise StateLost from failure
@@ -89,9 +89,9 @@ class GoingBack:
         self.attempt(work, again=lose)
 
     def train(self, step: Learned, then: Callable[[], None]) -> DataProto:
-        """Learn it, and do what comes `then`. If ranks are lost in it, from where they remember. Returns the batch.
+        """Learn from the step, then call `then`. Repeats what lost ranks do not remember. Returns the batch.
 
-        Raises StateLost if they do not remember.
+        Raises StateLost if the ranks have no state of this step or the one before in memory.
         """
         batch: DataProto | None = None
 
@@ -111,14 +111,14 @@ class GoingBack:
         return self.attempt(work, again=again)
 
     def attempt(self, work: Callable[[], T], again: Callable[[Exception], T]) -> T:
-        """What `work` returns, or `again` if ranks were lost in it."""
+        """The result of `work`, or of `again` if trainer ranks were lost during `work`."""
         return self._recovery.attempt(STEP, work, failures=(Exception,), again=again)
 
     def catch_up(self, step: int, failure: Exception) -> int:
-        """Have trainer ranks that were started again the state after `step` or a later one: which.
+        """Bring restarted trainer ranks to the state after `step`, or a later one, and return that step.
 
-        If they died before that of `step` was in memory, they learn it once more from its batch. Raises StateLost if
-        they cannot, and `failure` if they have not been lost anew: then it is not for that reason.
+        If they died before the state of `step` was in memory, they learn it once more from its batch. Raises StateLost
+        if they cannot. Raises `failure` if no ranks were lost since the last call: it has another reason.
         """
         restarts, last = self._ranks.restarts, self._learned
         if restarts == self._caught_up:

@@ -1,4 +1,4 @@
-"""A run that is settled: all that this host can tell of it before any process is started."""
+"""The checked settings of a run: what the driver's host can determine before any process starts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is settled before any process is started."""
+    """What the driver has checked and decided before any process starts."""
 
     config: PPOConfig
     device: str
@@ -73,7 +73,7 @@ class Job:
     resume_from: Path | None
     model_path: Path
     arena_nbytes: int
-    """Shared memory that each rollout node's arena will take."""
+    """Bytes of shared memory for each rollout node's arena."""
     replicas: list[RolloutReplica]
     agent_loop_manager_class: Any
     critic: CriticConfig | None
@@ -83,11 +83,11 @@ class Job:
     teachers: Teachers | None
     total_steps: int
     fewer_ranks: list[tuple[int, int]]
-    """Hosts and ranks on each with which training may go on."""
+    """Smaller shapes, as hosts and ranks on each, with which training may continue."""
 
 
 def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
-    """Raises ConfigError or BackendUnavailable for all that this host can tell."""
+    """Check a run on the driver's host. Raises ConfigError or BackendUnavailable for what it finds wrong."""
     torch.manual_seed(config.trainer.seed)
     device = resolve_device(config.trainer.device)
     check_arguments(config.ray_kwargs.ray_init)
@@ -147,9 +147,9 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
 def local_critic(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, policy: Path, device: str
 ) -> CriticConfig | None:
-    """The critic with a local directory in the place of a built-in name; None for a run without one.
+    """The critic's configuration, with a local directory in place of a built-in name; None without a critic.
 
-    Raises ConfigError for a model that does not read the tokens of `tokenizer`, the policy's, or that no engine holds.
+    Raises ConfigError if its vocabulary is not that of `tokenizer` (the policy's), or no engine supports it.
     """
     if not needs_critic(config):
         return None
@@ -198,10 +198,10 @@ def _fewer_ranks(config: PPOConfig, policy: HFModelConfig, device: str) -> list[
 
 
 def load_agent_loop_manager(config: PPOConfig) -> Any:
-    """The agent loops. Named by configuration: this package lies below `verl.experimental` and does not import it.
+    """The class of the agent loops, named by configuration: this package must not import `verl.experimental`.
 
-    A context manager and a `Rollouts`, made from (config, server handles, tokenizer directory), with
-    `check_config`, and with `shown_tools` if its prompts show tools.
+    It is a context manager and a `Rollouts`, constructed from (config, server handles, tokenizer directory). It has
+    `check_config`, and `shown_tools` if its prompts show tools.
     """
     target = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     module, _, name = target.partition(":")

@@ -1,4 +1,4 @@
-"""The KL penalty in the reward and its coefficient. All of it runs on the driver."""
+"""The KL penalty in the reward, and the controllers of its coefficient. All of it runs on the driver."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from verl.workers.losses import kl_penalty as estimate_kl
 
 
 class FixedKLController:
-    """A coefficient that stays what it is."""
+    """A constant coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to do."""
+        """Change nothing."""
 
 
 class AdaptiveKLController:

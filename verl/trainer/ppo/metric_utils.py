@@ -15,10 +15,10 @@ from verl.utils.plain import as_float, as_number, as_text
 from verl.workers.rollout.records import NO_VERSION
 
 BOOTSTRAPS, SEED = 1000, 42
-"""verl's, of validation."""
+"""Of validation, as in verl: the number of bootstrap draws, and their seed."""
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_actor", "update_critic")
-"""Phases whose seconds are also reported per token: of the responses, or of prompts and responses."""
+"""Phases whose seconds are also reported per token: of responses alone, or of prompts and responses."""
 
 
 def compute_data_metrics(batch: DataProto) -> dict[str, float]:
@@ -82,9 +82,9 @@ def _spread_in_groups(scores: torch.Tensor, uids: np.ndarray) -> dict[str, float
 
 
 def compute_staleness_metrics(batch: DataProto, *, trainer_version: int) -> dict[str, float]:
-    """How old the policy was that sampled each token: versions behind the one that the trainer updates.
+    """Staleness of each token: how many versions its weights are behind those that the trainer updates.
 
-    Empty for a batch without `rollout_versions`, or whose tokens come from weights that have no version.
+    Empty if the batch has no `rollout_versions`, or its tokens' weights have no version.
     """
     tensors = tensors_of(batch)
     if "rollout_versions" not in tensors:
@@ -131,7 +131,7 @@ def process_validation_metrics(
     `sample_uids` are equal for the n responses to one prompt. `infos_dict` has the key `reward` and whatever else the
     reward function returned: numbers, None where a response has none, and optionally `pred`, the extracted answers.
 
-    `mean@n` and `std@n` are of a prompt's n responses. For n > 1 there are `best@k/mean`, `worst@k/mean` and, with
+    `mean@n` and `std@n` describe a prompt's n responses. For n > 1 there are `best@k/mean`, `worst@k/mean` and, with
     `pred`, `maj@k/mean`, each with its `/std`: of the best, the worst, and the first with the commonest `pred`, of k
     responses that are drawn BOOTSTRAPS times from the n, with replacement; k is 2, 4, 8, ... and n. All are means over
     prompts; one with a response without a prediction, or without the variable, has no majority, and one with a value

@@ -1,4 +1,4 @@
-"""A run in a few lines, for `--check` and for the log of the run itself."""
+"""Describes a run in a few lines, for `--check` and the run's log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.workers.config import PPOConfig, RolloutConfig
 
 
 def lines(config: PPOConfig, device: str, steps: int | None, resume_from: Path | None = None) -> Iterator[str]:
-    """The run in a few lines, each with a name before its colon. Of a run whose length is known, `steps`."""
+    """Lines `name: value` that describe the run. `steps` is the length of the run, if known."""
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     yield f"model: {policy.model.path}; data: {_listed(data.train_files)}; held out: {_listed(data.val_files)}"
     yield (
@@ -33,7 +33,7 @@ def lines(config: PPOConfig, device: str, steps: int | None, resume_from: Path |
 
 
 def in_force(config: PPOConfig, device: str) -> Iterator[str]:
-    """What decides how a run learns, whoever has said it: the launch, a default, or what follows from others."""
+    """Lines on the settings in force that decide how a run learns, whether given, default or derived."""
     data, trainer, actor = config.data, config.trainer, config.actor_rollout_ref.actor
     rollout = config.actor_rollout_ref.rollout
     yield (

@@ -1,4 +1,4 @@
-"""What a run would be: found out on this machine, without starting anything. Behind `--check`."""
+"""Implements `--check`: checks and describes a run on this machine, without starting a process."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OF_STAND_IN = re.compile(r"\b(the|a) model\b|\bnum_hidden_layers\b|\bbuiltin:|\btraining samples\b|\bof its layers\b")
-"""Lines that blame the model or the data, not the keys of the launch."""
+"""Matches problems that a stand-in for the model or the data causes, and not the keys of the launch."""
 
 
 def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
-    """Everything that can be known about a run with the loop of `trainer_class` before it starts."""
+    """All problems of a run with the loop of `trainer_class`, and its description if there are none."""
     checked = Checked()
     attempt = _Attempt(checked)
     adapted = attempt(lambda: trainer_class.adapted(config))

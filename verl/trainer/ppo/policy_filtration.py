@@ -1,7 +1,7 @@
-"""Policy filtration: responses are learned from more or less often, by how far their scores can be trusted.
+"""Policy filtration: draws responses with probabilities that depend on the reliability of their scores.
 
-PF-PPO, "Policy Filtration for RLHF to Mitigate Noise in Reward Models", arXiv:2409.06957: rewards are most reliable
-where they are high or low, so an update sees a batch that is drawn anew from the one that was generated.
+PF-PPO, "Policy Filtration for RLHF to Mitigate Noise in Reward Models", arXiv:2409.06957: high and low rewards are most
+reliable, so an update uses a batch drawn anew from the generated one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from verl.utils.config import from_mapping
 from verl.workers.config.algorithm import PolicyFiltrationConfig
 
 TIMES_AS_LIKELY = 4.0
-"""The best response as any other, with max_random."""
+"""With max_random, the best response is drawn so many times as often as any other."""
 
 
 def filtration_weights(scores: torch.Tensor, settings: PolicyFiltrationConfig) -> torch.Tensor:
-    """How likely each response is to be drawn, up to a factor, from the scores [B] of a batch.
+    """Relative probabilities [B] of drawing each response, from the scores [B] of a batch.
 
-    pow: |score| ** weight_pow. max_min: the highest and the lowest score alike, others never. max_random: the highest
-    score, and any other less often. Where all would be 0 they are alike.
+    pow: |score| ** weight_pow. max_min: 1 for the highest and the lowest score, 0 for others. max_random:
+    TIMES_AS_LIKELY for the highest score, 1 for others. If all are 0, all become 1.
     """
     best = scores == scores.max()
     if settings.reweight_method == "pow":
@@ -34,9 +34,9 @@ def filtration_weights(scores: torch.Tensor, settings: PolicyFiltrationConfig) -
 
 
 def filtered(batch: DataProto, settings: PolicyFiltrationConfig, seed: int) -> tuple[DataProto, dict[str, float]]:
-    """As many samples as `batch` has beside padding, drawn from them with replacement, and metrics of the draw.
+    """Draw as many samples as `batch` has without padding, with replacement; returns them and metrics of the draw.
 
-    `seed`: the same batch is drawn again for a step that is made again.
+    With the same `seed`, a repeated step draws the same batch.
     """
     batch = without_padding(batch)
     weights = filtration_weights(tensors_of(batch)["token_level_scores"].sum(-1), settings)
@@ -47,9 +47,9 @@ def filtered(batch: DataProto, settings: PolicyFiltrationConfig, seed: int) -> t
 
 
 def compute_pf_ppo_reweight_data(data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0) -> DataProto:
-    """As many samples as `data` has, drawn from them by `token_level_scores` [B, R] with torch's generator.
+    """Draw len(data) samples with replacement, weighted by `token_level_scores` [B, R], with torch's global generator.
 
-    Raises ConfigError for a method that is not known.
+    Raises ConfigError for an unknown method.
     """
     settings = from_mapping(
         PolicyFiltrationConfig, {"reweight_method": reweight_method, "weight_pow": float(weight_pow)}

@@ -1,4 +1,4 @@
-"""Asks agent loops and trainer ranks how far they are, and waits for none of them."""
+"""Asks agent loops and trainer ranks for their progress, without waiting for answers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ logger = logging.getLogger(__name__)
 
 
 class Asked:
-    """Of one phase of a step, as it goes on."""
+    """The progress of one phase of a step."""
 
     def __init__(self, ask: Callable[[], Sequence[Any]]) -> None:
-        """`ask` sends the question to all, and returns Ray's references to their answers: each a `Progress`, or None
-        of one who has nothing to do."""
+        """`ask` sends the question to all actors and returns Ray references: each to a `Progress`, or None of an idle
+        actor."""
         self._ask = ask
         self._asked: list[Any] = []
         self._last = ""
 
     def __call__(self, seconds: float) -> str:
-        """How far the phase is after so many `seconds`, by the last time that all had answered; empty before.
+        """The progress after `seconds` of the phase, from the last round that all actors answered; "" before the first.
 
-        A dead one answers never, or with its death, of which others tell.
+        Dead actors are ignored here: other calls report their death.
         """
         try:
             if self._asked and not ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[1]:

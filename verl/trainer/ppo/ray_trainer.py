@@ -1,4 +1,4 @@
-"""`RayPPOTrainer`: the training loop. It runs on the driver; `fit` reads as the algorithm, `cluster` computes.
+"""`RayPPOTrainer`: the training loop. It runs on the driver; `cluster` has the processes that compute.
 
 prompts -> rollouts -> rewards -> log-probs, values -> advantages -> critic and actor update -> weights to the rollout
 engines -> ...
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Held-out mean reward by data source, before and after; the last step."""
+    """The last step, and the held-out mean reward by data source before and after training."""
 
     step: int
     rewards_before: dict[str, float]
@@ -63,11 +63,11 @@ class TrainingResult:
 class RayPPOTrainer:
     """Policy-gradient training with a critic (GAE) or without one (GRPO, RLOO, REINFORCE++) in hybrid mode.
 
-    Everything it needs is given to it, started; it ends nothing.
+    The caller starts all parts and passes them in; the trainer ends none of them.
     """
 
     KEPT = "engines, agent loops and reward workers"
-    """What goes on when trainer ranks are lost."""
+    """For the log: what survives the loss of trainer ranks."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Raises ConfigError for a class that is written for verl's trainer."""
@@ -127,7 +127,7 @@ class RayPPOTrainer:
 
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
-        """What this loop makes of `config`, before anything is started. Raises ConfigError for what it cannot do."""
+        """`config` with this loop's changes, before any process starts. Raises ConfigError for unsupported settings."""
         prompts, generated = config.data.train_batch_size, config.data.gen_batch_size
         if prompts == 0:
             raise ConfigError(
@@ -150,7 +150,7 @@ class RayPPOTrainer:
         return self.going_back.until_done(self.train_after, step)
 
     def train_after(self, start: int) -> TrainingResult:
-        """Train from step `start` on, the state of which the trainer ranks have. Raises StateLost if they lose it."""
+        """Train on after step `start`, whose state the trainer ranks hold. Raises StateLost if they lose it."""
         self.begin_training(start)
         step = start
         for step, prompts in self.batches(start):
@@ -164,14 +164,14 @@ class RayPPOTrainer:
         return self.result(step)
 
     def begin_training(self, start: int) -> None:
-        """`begin`, and keep the state that the trainer ranks have. Raises StateLost if they lose it."""
+        """Call `begin`, then keep the trainer ranks' state in memory. Raises StateLost if they lose it."""
         self.memory.start()
         self.going_back.begin(lambda: self.begin(start))
         if not self.config.trainer.val_only:
             self.memory.keep(start)
 
     def begin(self, start: int) -> None:
-        """Give the rollout engines the trainer's weights as version `start`, and validate them if that is asked for."""
+        """Sync the trainer's weights to the rollout engines as version `start`; validate with `val_before_train`."""
         first, self.going_back.weights_of = self.at(start), start
         validates = self.config.trainer.val_before_train and not self.rewards_before
         self.reports.forget_undone(start, again=("update_weights", "testing") if validates else ("update_weights",))
@@ -186,13 +186,13 @@ class RayPPOTrainer:
         self.reports.write_timeline(first)
 
     def batches(self, start: int) -> Iterator[tuple[int, DataProto]]:
-        """(step, prompts), each prompt `rollout.n` times under one uid, until `total_steps`."""
+        """Yield (step, prompts) up to `total_steps`; each prompt is repeated `rollout.n` times under one uid."""
         if not self.config.trainer.val_only:
             for step in range(start + 1, self.total_steps + 1):
                 yield step, self.sampling.draw(step)
 
     def at(self, step: int) -> Step:
-        """To measure `step` with."""
+        """The object that measures `step`."""
         return Step(step, self._patience)
 
     def result(self, step: int) -> TrainingResult:
@@ -211,10 +211,10 @@ class RayPPOTrainer:
         generating: Future[Any] | None = None,
         prompts_state: Callable[[], dict[str, Any]] | None = None,
     ) -> DataProto:
-        """What a step needs the trainer for, from the samples to the checkpoint; the batch with all that it took.
+        """Everything after generation: update, weight sync, validation, checkpoint. Returns the batch with all tensors.
 
-        If trainer ranks are lost it is made again, from where they remember; the samples are not. `generating` is as
-        in `update_weights`, `prompts_state` as in `test_and_save`.
+        If trainer ranks are lost, repeats what they do not remember, with the same samples. `generating` is as in
+        `update_weights`, `prompts_state` as in `test_and_save`.
         """
 
         def then() -> None:
@@ -226,13 +226,13 @@ class RayPPOTrainer:
         return self.going_back.train(Learned(now, batch, self.kl_ctrl.value), then)
 
     def learn_from(self, learned: Learned) -> DataProto:
-        """`learn` it, for the first time or again."""
+        """Call `learn` with the KL coefficient and the batch of before the step; may be repeated."""
         self.kl_ctrl.value = learned.kl_coef
         self._samples.forget_after(learned.now.number - 1)
         return self.learn(learned.batch[:], learned.now)
 
     def learn(self, batch: DataProto, now: Step) -> DataProto:
-        """One update of critic and actor; the batch with everything that it took."""
+        """Update critic and actor once. Returns the batch with the tensors of the update, without padding."""
         now.metrics |= compute_staleness_metrics(batch, trainer_version=now.number - 1)
         with now.timed("reward"):
             batch = self._experience.score(batch, now)
@@ -272,12 +272,12 @@ class RayPPOTrainer:
             self.checkpoints.keeps_all = self._skipped_steps.in_a_row > 0
 
     def pass_on(self, now: Step, generating: Future[Any] | None) -> None:
-        """Give the rollout engines what the trainer has learned."""
+        """Sync the trainer's new weights to the rollout engines, as phase `update_weights`."""
         with now.timed("update_weights"):
             self.update_weights(now, generating)
 
     def update_weights(self, now: Step, generating: Future[Any] | None = None) -> None:
-        """The trainer's weights become version `now.number` of every rollout engine, once `generating` is done."""
+        """Sync the trainer's weights to all rollout engines as version `now.number`, once `generating` is done."""
         now.synced(self.cluster.syncs.update_weights(now.number, generating))
         self.follow_replicas()
 
@@ -313,12 +313,12 @@ class RayPPOTrainer:
         return len(self.cluster.server_handles)
 
     def bring_weights(self, version: int) -> None:
-        """Make them version `version` of all engines, between two syncs that are due."""
+        """Sync the trainer's weights to all engines as `version`, outside the regular syncs."""
         self._sync_again(version)
         self.follow_replicas()
 
     def follow_replicas(self) -> None:
-        """Send requests to the replicas that are in service now; begin to add or remove some if that is asked for."""
+        """Send requests to the replicas now in service; start resizing if the file `num_replicas` has changed."""
         count = self._wanted_replicas.changed()
         if count is not None:
             try:
@@ -328,7 +328,7 @@ class RayPPOTrainer:
         self.rollouts.set_servers(self.cluster.server_handles)
 
     def test_and_save(self, now: Step, prompts_state: Callable[[], dict[str, Any]]) -> None:
-        """Validate and write a checkpoint, where this step has to; `restore_prompts` gets that state back."""
+        """Validate and save a checkpoint, if due. `restore_prompts` later gets what `prompts_state` returns."""
         if now.number == self.total_steps or _every(self.config.trainer.test_freq, now.number):
             with now.timed("testing"):
                 self.validate(now)
@@ -366,12 +366,12 @@ class RayPPOTrainer:
     # ---- where a run goes on
 
     def resume(self, path: Path) -> int:
-        """The step to continue after."""
+        """Load the checkpoint `path`; returns its step."""
         logger.info("resuming from %s", path)
         return self.load_checkpoint(path)
 
     def load_checkpoint(self, path: Path) -> int:
-        """Give the trainer ranks that state; the step to continue after."""
+        """Have the trainer ranks and this loop load the checkpoint `path`; returns its step."""
         state = self.checkpoints.read(path)
         self.cluster.actor.load_checkpoint(str(path / "actor"))
         if self.has_critic:
@@ -382,9 +382,9 @@ class RayPPOTrainer:
         return state.step
 
     def restore(self) -> tuple[int, Path | None]:
-        """Give trainer ranks that were started again the last state that is on disk, or else that of the beginning.
+        """Have restarted trainer ranks load the last checkpoint, or else the state of the beginning.
 
-        The step to continue after, and the checkpoint, if it is one.
+        Returns the step of that state, and the checkpoint or None.
         """
         self._saves.end()
         checkpoint = self.checkpoints.last or self._beginning.checkpoint
@@ -398,18 +398,18 @@ class RayPPOTrainer:
         return step, checkpoint
 
     def restore_prompts(self, state: Mapping[str, Any]) -> None:
-        """Go on with the prompts that come after those of a checkpoint."""
+        """Continue with the prompts after those of a checkpoint."""
         self.sampling.continue_after(self.position_in_data(state))
 
     def prompts_at_beginning(self) -> dict[str, Any]:
-        """For `restore_prompts`, where there is no checkpoint."""
+        """The data loader's state before the first step, for `restore_prompts` without a checkpoint."""
         return self.train_dataloader.state_dict()
 
     @classmethod
     def position_in_data(cls, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of what a checkpoint says about prompts, the state of the data loader.
+        """The data loader's state in a checkpoint's state of prompts.
 
-        Raises ConfigError for a checkpoint of a loop that this one cannot go on from.
+        Raises ConfigError for a checkpoint of another loop that this one cannot continue.
         """
         if "rollouter" in state:
             raise ConfigError("the checkpoint is of a fully asynchronous run: continue with fully_async_main")
@@ -418,7 +418,7 @@ class RayPPOTrainer:
     # ---- helpers
 
     def who_knows_progress(self) -> dict[str, Callable[[], Sequence[Any]]]:
-        """By phase of a step: asks those who work on it how far they are, as `Asked` wants it."""
+        """By phase of a step: the function that asks its workers for their progress, as `Asked` needs it."""
 
         def of_answers(*, validate: bool) -> list[Any]:
             return [worker.progress.remote(validate=validate) for worker in self.rollouts.workers]

@@ -1,4 +1,4 @@
-"""What a run tells of its steps: metrics, and who was busy with what."""
+"""Reports of a run's steps: metrics, and a timeline of its processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verl.workers.config import PPOConfig
 
 
 class Reports:
-    """Used on the driver. Of rollout engines it tells what they said since the call before: no step waits for them."""
+    """Used on the driver. Reports what rollout engines answered since the last call, so that no step waits for them."""
 
     def __init__(self, config: PPOConfig, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -35,12 +35,12 @@ class Reports:
         self._measured_engines: Future[list[MemoryUse]] | None = None
 
     def forget_undone(self, start: int, again: Collection[str]) -> None:
-        """Of what an earlier run in this directory recorded, only what is not done again counts as this run's."""
+        """Drop records of an earlier run in this directory, for the steps that this run repeats."""
         go_back(self._timeline, start, again)
         records.carry_over(self._syncs, lambda report: _version(report) < start)
 
     def metrics(self, batch: DataProto, now: Step, *, epoch: int) -> Metrics:
-        """Of a step that is over, and of the processes as they are then."""
+        """Metrics of a finished step, and of the processes at its end."""
         ranks, metrics = self._cluster.trainer_ranks, compute_data_metrics(batch)
         metrics |= compute_timing_metrics(batch, now.seconds)
         metrics |= compute_throughput_metrics(batch, now.seconds, ranks.group.world_size)
@@ -52,7 +52,7 @@ class Reports:
         return metrics | self._memory_metrics()
 
     def write_timeline(self, now: Step, *, last: bool = False) -> None:
-        """Who was busy with what: trainer and syncs in this step, the engines until the call before."""
+        """Append spans to the timeline: the trainer's and syncs' of this step, the engines' up to the last call."""
         engines = [] if self._asked_engines is None else self._asked_engines.result()
         write_spans(self._timeline, [*now.spans.take(), *now.syncs.take(), *engines])
         self._asked_engines = None if last else self._cluster.begin_take_spans()

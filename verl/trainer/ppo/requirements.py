@@ -1,4 +1,4 @@
-"""What a model, this host and the files of a run must be, before anything starts. Each raises ConfigError."""
+"""Checks of a model, this host and the files of a run, before any process starts. Each raises ConfigError."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def require_model(model: HFModelConfig, directory: Path) -> None:
-    """The files of the policy, and of a tokenizer elsewhere, are whole, and its weights are those of its config."""
+    """The files of the policy (and of a separate tokenizer) are complete, and its weights match its config."""
     if model.tokenizer_path is not None and Path(model.tokenizer_path).expanduser().is_dir():
         require_whole_files(Path(model.tokenizer_path).expanduser(), f"{MODEL_KEY}.tokenizer_path")
     key = f"{MODEL_KEY}.path"
@@ -46,7 +46,7 @@ def require_model(model: HFModelConfig, directory: Path) -> None:
 
 
 def require_policy_engines(config: PPOConfig, model: HFModelConfig, device: str) -> None:
-    """The actor's engine, and that of the reference policy, can hold the model in the local directory `model.path`."""
+    """The engines of actor and reference policy support the model in the local directory `model.path`."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     require_engine(config, actor.strategy, actor.fsdp_config, model, device)
     if needs_reference(config) and ref.fsdp_config != actor.fsdp_config:
@@ -56,7 +56,7 @@ def require_policy_engines(config: PPOConfig, model: HFModelConfig, device: str)
 def require_engine(
     config: PPOConfig, strategy: str, fsdp: FSDPConfig, model: HFModelConfig, device: str, labels: int = 0
 ) -> None:
-    """Engines of `strategy` can hold it; `labels` as a critic has them."""
+    """Engines of `strategy` support the model; `labels` is the number of a critic's outputs, 0 for a policy."""
     check_engine(
         strategy,
         fsdp=fsdp,
@@ -69,7 +69,7 @@ def require_engine(
 
 
 def require_positions(config: PPOConfig) -> None:
-    """The model has a position for every token of the longest sequence, unless its RoPE is stretched beyond them."""
+    """The model has a position for every token of the longest sequence, or a RoPE that is scaled beyond them."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     model = load_hf_config(config.actor_rollout_ref.model).get_text_config()
     limit = getattr(model, "max_position_embeddings", None)
@@ -88,7 +88,7 @@ def require_positions(config: PPOConfig) -> None:
 
 
 def require_engine_rotates_as_trainer(config: PPOConfig) -> None:
-    """The engine's log-probs of a sequence are those of its length, as transformers computes them."""
+    """vLLM or SGLang computes the same RoPE as transformers, up to the longest sequence."""
     policy, data = config.actor_rollout_ref, config.data
     if policy.rollout.name not in ("vllm", "sglang"):
         return
@@ -110,7 +110,7 @@ def require_heads(config: PPOConfig) -> None:
 
 
 def require_text_of_wrapper(config: PPOConfig) -> None:
-    """What is known not to work, or has not been tried, with a policy that also sees; others pass."""
+    """For a language model within a multimodal one: refuse what does not work or is untested."""
     policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
     named = f"{MODEL_KEY}.path={policy.model.path}: {model.model_type}"
     if model.model_type.startswith("qwen3_5"):  # the code of its language model is in one file with that of its tower
@@ -143,7 +143,7 @@ def _interleaves_in_vllm(model: PretrainedConfig) -> bool:
 
 
 def require_sight(config: PPOConfig, trainer_class: type) -> None:
-    """Of a policy that sees: what would leave its pictures out, or has not been tried with it, is refused by name."""
+    """For a multimodal policy: refuse settings that would drop its pictures or are untested."""
     policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
     if not sees(model):
         return
@@ -187,7 +187,7 @@ def require_sight(config: PPOConfig, trainer_class: type) -> None:
 
 
 def require_experts(config: PPOConfig) -> None:
-    """Data-parallel ranks are one replica because they share experts."""
+    """Data-parallel ranks within one replica need a model with experts, which they share."""
     policy = config.actor_rollout_ref
     if policy.rollout.data_ranks > 1 and not expert_count(load_hf_config(policy.model)):
         raise ConfigError(
@@ -197,7 +197,7 @@ def require_experts(config: PPOConfig) -> None:
 
 
 def shapes_of_adapters(config: PPOConfig, model_path: Path) -> list[tuple[int, ...]]:
-    """Raises ConfigError if LoRA's target modules are not there, BackendUnavailable if its package is not."""
+    """LoRA adapters' shapes. Raises ConfigError without target modules, BackendUnavailable without the package."""
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
         return []
@@ -214,7 +214,7 @@ def shapes_of_adapters(config: PPOConfig, model_path: Path) -> list[tuple[int, .
 
 
 def nbytes_of_arena(config: PPOConfig, model_path: Path, adapters: Sequence[tuple[int, ...]]) -> int:
-    """Shared memory that each rollout node's arena will take. `adapters` are the shapes of those of the model."""
+    """Bytes of shared memory for each rollout node's arena. `adapters` are the shapes of the model's adapters."""
     itemsize = ITEMSIZE[config.actor_rollout_ref.rollout.dtype]
     if config.actor_rollout_ref.model.sends_adapters:
         sizes = [math.prod(shape) * itemsize for shape in adapters]
@@ -229,9 +229,9 @@ def nbytes_of_arena(config: PPOConfig, model_path: Path, adapters: Sequence[tupl
 
 
 def require_of_this_host(config: PPOConfig, arena_nbytes: int) -> None:
-    """What this machine needs if the rollout nodes are on it. Raises ConfigError or BackendUnavailable.
+    """If the rollout nodes are on this host: it has their shared memory and backend. Also raises BackendUnavailable.
 
-    Checked here, before anything starts; other machines are asked by the cluster, before their engines start.
+    The cluster checks the other hosts before their engines start.
     """
     colocated = config.trainer.placement == "colocated"
     if not colocated and not starts_locally(config.ray_kwargs.ray_init):
@@ -242,7 +242,7 @@ def require_of_this_host(config: PPOConfig, arena_nbytes: int) -> None:
 
 
 def require_writable_files(config: PPOConfig) -> None:
-    """Raises ConfigError for what a run would find out when it has begun, or at its end."""
+    """Raises ConfigError for output paths that a run could not write later."""
     for key, directory in (
         ("trainer.rollout_data_dir", config.trainer.rollout_data_dir),
         ("trainer.validation_data_dir", config.trainer.validation_data_dir),
@@ -260,7 +260,7 @@ def require_writable_files(config: PPOConfig) -> None:
 
 
 def require_writable(what: str, directory: str) -> Path:
-    """Raises ConfigError unless files can be created in `directory`, which is made if need be."""
+    """Raises ConfigError unless files can be created in `directory`, which is created if missing."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory):

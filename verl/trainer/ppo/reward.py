@@ -1,4 +1,4 @@
-"""What scores the responses of a run, under verl's names."""
+"""Loads and calls a run's reward function and manager, under verl's names."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def get_custom_reward_fn(config: PPOConfig) -> RewardFunction | None:
 
 
 def load_reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, **reward_kwargs: Any) -> RewardManager:
-    """The project's, or the user's own of `reward_model.reward_manager`. Raises ConfigError.
+    """The built-in or custom manager that `reward_model.reward_manager` names. Raises ConfigError.
 
-    `reward_kwargs` go before those of `reward_model.reward_kwargs`.
+    `reward_kwargs` override those of `reward_model.reward_kwargs`.
     """
     config = _with(config, reward_kwargs)
     settings, function = config.reward_model, reward_function(config)
@@ -61,7 +61,7 @@ def load_reward_manager(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *
 
 
 def compute_reward(data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    """Rewards [B, R] and further numbers of each response, by a manager of ours or one that is written as verl's."""
+    """Rewards [B, R] and further numbers of each response, from a manager with our interface or verl's."""
     if isinstance(reward_fn, NaiveRewardManager | OwnRewardManager):
         found = reward_fn(data)
         return found.reward_tensor, found.extra_info

@@ -1,4 +1,4 @@
-"""The rollout engine's probabilities against the trainer's: how far apart they are, and a correction for it.
+"""Compares the rollout engine's probabilities with the trainer's, and corrects for the difference.
 
 Both sides have, or should have, the same weights; kernels, dtypes and, in asynchronous training, versions differ.
 """
@@ -42,9 +42,9 @@ def rejected(
     response_mask: torch.Tensor,
     config: RolloutCorrectionConfig,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """`response_mask` without what is not learned from, and how much that is: shares of tokens and of sequences.
+    """`response_mask` without rejected tokens and sequences, and metrics: their shares.
 
-    A rejected response still counts in the baseline of its group: what it earned is known.
+    A rejected response still counts in its group's baseline: its reward is known.
     """
     mask = response_mask.bool()
     if not config.rejects or not mask.any():
@@ -67,8 +67,8 @@ def rollout_probs_diff_metrics(
 ) -> dict[str, float]:
     """|p_trainer - p_rollout| over the tokens that the policy generated, and the correlation of the two; inputs [B, R].
 
-    Both must be log-probabilities at the same temperature. `_valid` is 0 without such tokens: nothing else is told
-    then. The correlation of constants is not defined: it is reported as 1 if the two sides are equal, else as 0.
+    Both must be log-probabilities at the same temperature. Without such tokens only `_valid` = 0 is reported. The
+    undefined correlation of constants is reported as 1 if both sides are equal, else as 0.
     """
     mask = response_mask.bool()
     if not mask.any():

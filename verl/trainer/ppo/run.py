@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> TrainingResult:
     """One run with the loop of `trainer_class`.
 
-    Raises ConfigError for whatever the user has to change: before any process is started, where this host can tell,
-    and before any weights are loaded, where it takes the Ray cluster to tell."""
+    Raises ConfigError for what the user has to change: before any process starts if this host can check it, else before
+    any weights are loaded if the Ray cluster has to."""
     began = time.perf_counter()
     keep_private(config.trainer.files_for)
     given = config

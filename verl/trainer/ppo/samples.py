@@ -1,4 +1,4 @@
-"""Samples that people want to read: JSONL files and a few on the console."""
+"""Samples for people to read: JSONL files, and a few on the console."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _COLUMNS = {
 }
 """What a file of samples calls a column of the batch."""
 SHORTEST_SECRET = 6
-"""In characters: shorter values are found in any text."""
+"""Characters; shorter values could occur in any text."""
 
 
 class SampleWriter:
     """Writes `<directory>/<step>.jsonl`, one line per sample; does nothing without a directory.
 
     `response_ids`, `response_mask` (1: the policy generated it), `versions` (of the weights; -1: inserted) and
-    `log_probs` (the engine's; null where it was not asked) have one entry per token of the response. `replicas` are
-    `[name, start, stop]`: which engine generated tokens `[start, stop)`. `reward` is all that the reward function said.
+    `log_probs` (the engine's; null where not requested) have one entry per token of the response. `replicas` are
+    `[name, start, stop]`: which engine generated tokens `[start, stop)`. `reward` is the reward function's result.
 
-    What an earlier run, killed after its last checkpoint, wrote about the same step is replaced.
+    Replaces lines that an earlier run, killed after its last checkpoint, wrote for the same step.
     """
 
     def __init__(self, directory: str | Path | None) -> None:
@@ -56,19 +56,19 @@ class SampleWriter:
         records.append(path, [records.encoded({"step": step, **row}) for row in _rows(batch, reward)])
 
     def forget_after(self, step: int) -> None:
-        """What has been written about later steps is replaced by what comes next about them."""
+        """Let the next writes for steps after `step` replace their files."""
         self._begun = {begun for begun in self._begun if begun <= step}
 
     @staticmethod
     def show(what: str, batch: DataProto, reward: RewardOutput, count: int) -> None:
-        """The first `count` in boxes on the console; `what` they are."""
+        """Print the first `count` samples in boxes on the console, under the title `what`."""
         for row in _rows(batch[:count], reward):
             title = f"{what}, {row.get('data_source', 'sample')}: score {row['score']:.3g}"
             logger.info("%s", boxed(title, {name: without_secrets(text) for name, text in _told(row).items()}))
 
 
 def without_secrets(text: str) -> str:
-    """The text without values of environment variables that are secrets by their names: tools may have printed them."""
+    """`text` without the values of environment variables whose names mean secrets: tools may have printed them."""
     secrets = [value for name, value in os.environ.items() if SECRET.fullmatch(name) and len(value) >= SHORTEST_SECRET]
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, "***")

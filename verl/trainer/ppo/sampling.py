@@ -1,4 +1,4 @@
-"""What a step learns from: prompts, as they come, and responses to them."""
+"""Draws the prompts of a step and generates the responses that it learns from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verl.workers.reward_manager import RewardManager, RewardOutput
 
 
 class Sampling:
-    """Draws prompts, and has rollout engines respond to them. Used on the driver."""
+    """Draws prompts and has rollout engines generate responses. Used on the driver."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Sampling:
         self.needs_greedy = core_algos.BASELINES in core_algos.needed_by(config.algorithm.adv_estimator)
 
     def continue_after(self, position: Mapping[str, Any]) -> None:
-        """Draw what comes after `position`, a state of the data loader."""
+        """Continue after `position`, a state of the data loader."""
         self._dataloader.load_state_dict(position)
         self._rows = chain.from_iterable(repeat(self._dataloader))
 
     def draw(self, step: int) -> DataProto:
-        """The prompts that come next, for `step`; after the last of an epoch, the first of another."""
+        """The next prompts, for `step`; behind the end of an epoch, those of the next."""
         prompts = DataProto.from_dict(non_tensors=next(self._rows))
         uids = [uuid.uuid4().hex for _ in range(len(prompts))]
         prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
@@ -57,7 +57,7 @@ class Sampling:
         return self.chosen(self.joined(prompts, self._generated(prompts, now), now), now)
 
     def chosen(self, batch: DataProto, now: Step) -> DataProto:
-        """`batch`; with dynamic sampling what differs of it, and of as many more prompts as it takes."""
+        """`batch`; with dynamic sampling, a full batch of groups that differ, from it and further prompts."""
         if not self._config.algorithm.filter_groups.enable:
             return batch
         filled = filling(self._config, len(self._dataloader))
@@ -69,7 +69,7 @@ class Sampling:
         return self.full(filled, now)
 
     def full(self, filled: DynamicBatch, now: Step) -> DataProto:
-        """What the step learns from."""
+        """The full batch of a step."""
         now.metrics |= filled.metrics
         batch, now.reward = filled.result()
         return batch
@@ -82,7 +82,7 @@ class Sampling:
             return self._rollouts.generate_sequences(prompts)
 
     def joined(self, prompts: DataProto, generated: DataProto, now: Step, greedy: DataProto | None = None) -> DataProto:
-        """`greedy`: what was generated for `greedily(prompts)`; it is generated here if it is needed and not there."""
+        """`greedy` has the responses to `greedily(prompts)`; if needed and None, they are generated here."""
         now.metrics |= generated.meta_info.pop("timing", {})
         baselines = None
         if self.needs_greedy:
@@ -98,13 +98,13 @@ class Sampling:
         return batch
 
     def greedily(self, prompts: DataProto) -> DataProto:
-        """Each of `prompts` once, for one response of the likeliest tokens."""
+        """Each distinct prompt once, with settings for one greedy response."""
         once: DataProto = prompts[:: self._config.actor_rollout_ref.rollout.n]
         once.meta_info = {**prompts.meta_info, "greedy": True}
         return once
 
     def baselines(self, greedy: DataProto, now: Step) -> torch.Tensor:
-        """What greedy responses earn, once for every response to their prompts."""
+        """The rewards of the greedy responses, repeated for every response to the same prompt."""
         rewards: torch.Tensor = self._scored(greedy, now).reward_tensor.sum(-1)
         now.metrics["reward/greedy/mean"] = rewards.mean().item()
         return rewards.repeat_interleave(self._config.actor_rollout_ref.rollout.n)

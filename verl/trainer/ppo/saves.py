@@ -1,4 +1,4 @@
-"""Checkpoints as a training loop writes them: at once, or in the background while it trains on."""
+"""Writes the checkpoints of a training loop, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Saves:
-    """One checkpoint is written at a time. Used on the driver's main thread."""
+    """Writes one checkpoint at a time. Used on the driver's main thread."""
 
     def __init__(
         self, checkpoints: CheckpointDirectory, loop: LoopThread, *, in_background: bool, stops_on_full_disk: bool
     ) -> None:
-        """Otherwise a full disk leaves a step unsaved, and the next save tries again."""
+        """Without `stops_on_full_disk`, a full disk leaves a step unsaved, and the next save tries again."""
         self._checkpoints, self._loop = checkpoints, loop
         self._in_background, self._stops_on_full_disk = in_background, stops_on_full_disk
         self._step = 0
@@ -44,10 +44,10 @@ class Saves:
         *,
         wait: bool,
     ) -> None:
-        """Have trainer ranks `begin` to write to a directory; `written` is done when they have.
+        """Have trainer ranks `begin` to write to a directory; `written` returns a future of their completion.
 
-        The save before it ends first. Raises the error of either save. The next call of the ranks raises their death
-        during the earlier one.
+        Waits for the previous save. Raises the error of either save. If ranks died during the previous save, their next
+        call raises it.
         """
         began = time.monotonic()
         self._settle()
@@ -69,9 +69,9 @@ class Saves:
         self._metrics["checkpoint/blocked_s"] = time.monotonic() - began
 
     def publish(self) -> None:
-        """The records of the step that was saved last are on disk: it counts, as soon as its checkpoint is there, too.
+        """Publish the last save, once its checkpoint is written; the records of its step are on disk.
 
-        Raises DiskFull if there was no room for it, where that ends a run. Of other failures the next save tells.
+        Raises DiskFull if the disk was full and `stops_on_full_disk`. The next save raises other failures.
         """
         if self._writing is None:
             self._checkpoints.publish()
@@ -81,16 +81,16 @@ class Saves:
             self._settle()
 
     def metrics(self) -> dict[str, float]:
-        """Of what has been saved since."""
+        """Metrics of the saves since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def end(self) -> None:
-        """The trainer ranks were lost. What they had not written yet is not there."""
+        """Wait for the current save to end after the loss of trainer ranks, whose files may be incomplete."""
         self._settle()
 
     def close(self) -> None:
-        """Training is over. Raises DiskFull if the last checkpoint is not there."""
+        """End the last save. Raises DiskFull if the last checkpoint is missing."""
         self._settle()
         if self._unsaved is not None:  # there is no next save
             raise self._unsaved

@@ -1,4 +1,4 @@
-"""What a configuration leaves open, filled in while a run is checked. Nothing rewrites a configuration afterwards."""
+"""Fills in what a configuration leaves open, while a run is checked. Nothing changes it afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl.workers.config import CriticConfig, PPOConfig
 
 
 def settled(config: PPOConfig) -> PPOConfig:
-    """The sections that engines get have what other sections say: lengths, where traces go, what is checked."""
+    """Copy values of other sections into those that engines get: lengths, directories of traces, checks."""
     rollout = config.actor_rollout_ref.rollout
     profiler = replace(rollout.profiler, save_path=rollout.profiler.save_path or config.profile_directory)
     rollout = replace(
@@ -32,7 +32,7 @@ def total_steps(config: PPOConfig, steps_per_epoch: int) -> int:
 
 
 def scheduled(config: PPOConfig, steps: int) -> PPOConfig:
-    """Learning rates, which depend on the model, and their schedules, which depend on the length of the run."""
+    """Fill in the learning rates, which depend on the model, and the schedules, which depend on the run's length."""
     actor = config.actor_rollout_ref.actor
     optim = actor.optim
     if optim.lr is None:

@@ -1,4 +1,4 @@
-"""Training steps whose updates are left out because gradients are not finite: a run in which none is made ends."""
+"""Counts steps whose updates are skipped for non-finite gradients, and ends a run of too many."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ KEYS = ("actor/skipped_steps", "critic/skipped_steps")
 
 
 class Diverged(NamedFailure):
-    """The run cannot learn any more: so many steps in a row were without an update."""
+    """The run has diverged: the updates of too many steps in a row were skipped."""
 
 
 class SkippedSteps:
-    """Looks at every step of a run. Used on the driver."""
+    """Checks every step of a run. Used on the driver."""
 
     def __init__(self, most: int) -> None:
-        """`most` steps in a row end the run."""
+        """`most` skipped steps in a row end the run."""
         self._most = most
         self._first = 0
         self.in_a_row = 0
         """Steps, up to the last one, in which an update was left out. One that is made again counts once."""
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Of `step`, which has just been learned from. Warns of the first; raises Diverged after the last."""
+        """Check `step` after its update. Warns of the first skipped step; raises Diverged after `most` in a row."""
         skipped = {key: metrics[key] for key in KEYS if metrics.get(key)}
         if not skipped:
             self.in_a_row = 0

@@ -1,4 +1,4 @@
-"""Which trainer rank makes the others wait, told by what each takes for a token where it waits for nobody."""
+"""Finds slow trainer ranks, by each rank's own time per token, in which it waits for no other."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from verl.workers.own_time import Own, Owns
 logger = logging.getLogger(__name__)
 
 RATIO = 1.3
-"""Times the median of the other ranks."""
+"""A slow rank takes more than so many times the median of the other ranks."""
 DEVIATIONS = 5.0
-"""Beyond that median, in medians of the others' distances from it."""
+"""Its distance from that median is more than so many medians of the others' distances."""
 LEAST_S = 0.01
-"""That a rank takes longer than it would at that median: less may be chance."""
+"""A slow rank loses more than so many seconds against that median; less may be chance."""
 STEPS = 5
-"""Of which the median counts: what happens in one of them says nothing."""
+"""The median over so many steps counts, because one step alone may be an outlier."""
 MOST_RANKS = 32
-"""Of which each has metrics of its own."""
+"""Up to so many ranks, each rank has its own metrics."""
 
 
 class SlowRanks:
-    """Looks at every step of a run. Used on the driver."""
+    """Checks every step of a run. Used on the driver."""
 
     def __init__(self, where: Callable[[int], str]) -> None:
-        """`where` tells process and host of a rank."""
+        """`where` returns a rank's process and host, for the warning."""
         self._where = where
         self._rates: dict[tuple[str, str], deque[float]] = {}
         """Seconds for a token in the last steps, by phase and process."""
         self._slow: set[tuple[str, str]] = set()
 
     def look(self, ranks: Sequence[Owns]) -> dict[str, float]:
-        """Metrics of a step, of what each rank took in it. Warns of a rank that is slow."""
+        """Metrics of a step from each rank's own time. Warns of a slow rank."""
         metrics: dict[str, float] = {}
         for phase in dict.fromkeys(phase for rank in ranks for phase in rank):
             own = [rank.get(phase, Own()) for rank in ranks]

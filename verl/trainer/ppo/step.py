@@ -1,4 +1,4 @@
-"""What is measured while a loop makes one training step."""
+"""Measurements of one training step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class Step:
-    """What is measured during one training step."""
+    """The metrics, timings and reward of one training step."""
 
     number: int
     patience: Patience
@@ -28,20 +28,20 @@ class Step:
     spans: SpanLog = field(default_factory=lambda: SpanLog("trainer"))
     syncs: SpanLog = field(default_factory=lambda: SpanLog("sync"))
     reward: RewardOutput | None = None
-    """Of the batch, once it is known: it may be needed to choose the batch, and is not asked for twice."""
+    """The batch's reward, once computed. Dynamic sampling computes it first; it is not computed twice."""
     failures: Failures | None = None
-    """Of the reward function, on all that is scored in the step, also what nobody trains on."""
+    """Failures of the reward function on all samples scored in the step, including those not trained on."""
     is_synced: bool = False
-    """The rollout engines have what the trainer has learned in it."""
+    """True once the rollout engines have the weights of this step."""
 
     def scored(self, manager: RewardManager, batch: DataProto, max_failed: float) -> RewardOutput:
-        """Raises RewardError once the reward function has failed on more than this share of the step's samples."""
+        """Score. Raises RewardError once the reward function fails on more than this share of the step's samples."""
         self.failures = self.failures or Failures(max_failed)
         return self.failures.score(manager, batch)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """The block is phase `name` of the step, or the whole step."""
+        """Time the block as phase `name` of the step; "step" is the whole."""
         with ExitStack() as stack:
             if name != "step":
                 stack.enter_context(self.patience.during(name, f"step {self.number}: {name}"))
@@ -49,7 +49,7 @@ class Step:
             yield
 
     def synced(self, report: SyncReport) -> None:
-        """A sync has ended."""
+        """Record the report of a finished sync."""
         self.metrics |= report.metrics()
         if report.delta is not None and report.delta.tensors_by_change:
             counts = report.delta.tensors_by_change

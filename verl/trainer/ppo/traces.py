@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class Traces:
-    """Has the processes of a run write them. Used on the driver."""
+    """Has the processes of a run write traces. Used on the driver."""
 
     def __init__(self, config: PPOConfig, cluster: Cluster) -> None:
         self._config, self._cluster = config, cluster
 
     @contextmanager
     def of_ranks(self, step: int) -> Iterator[None]:
-        """Have the trainer ranks write those of the block, which belongs to `step`."""
+        """Have the trainer ranks trace the block, which belongs to `step`."""
         profiler = self._config.global_profiler
         if step not in (profiler.steps or ()):
             yield
@@ -32,7 +32,7 @@ class Traces:
 
     @contextmanager
     def of_engines(self, step: int) -> Iterator[None]:
-        """The same of the rollout engines."""
+        """Have the rollout engines trace the block, likewise."""
         chosen = step in (self._config.global_profiler.steps or ())
         if not (chosen and self._config.actor_rollout_ref.rollout.profiler.enable):
             yield

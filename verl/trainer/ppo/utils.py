@@ -1,4 +1,4 @@
-"""verl's place for what a configuration needs."""
+"""verl's module of checks on which roles a configuration needs."""
 
 from verl.trainer.ppo.experience import needs_critic as need_critic
 from verl.trainer.ppo.experience import needs_reference as need_reference_policy

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Validator:
-    """Runs on the driver. Uses the servers that `rollouts` uses."""
+    """Validates from the driver, with the servers of `rollouts`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Validator:
         self._samples = SampleWriter(Path(directory) if directory else None)
 
     def validate(self, step: int) -> dict[str, float]:
-        """`val-core/...` and `val-aux/...` metrics of the version that the rollout engines have now."""
+        """`val-core/...` and `val-aux/...` metrics of the rollout engines' current version."""
         sources: list[str] = []
         uids: list[str] = []
         infos: dict[str, list[Any]] = defaultdict(list)

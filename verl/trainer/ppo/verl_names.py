@@ -1,6 +1,6 @@
-"""What recipes do to verl's trainer and would have no effect here: each is told what to write instead.
+"""Refuses what recipes do to verl's trainer without effect here; the error says what to write instead.
 
-They subclass `RayPPOTrainer` by overriding methods that nothing here would call, and put functions into modules.
+Recipes override methods of `RayPPOTrainer` that nothing here calls, and replace functions in modules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl.instead.names import DATASET, NAMES, RUN
 from verl.utils.config import ConfigError
 
 ARGUMENTS = ("tokenizer", "role_worker_mapping", "resource_pool_manager", "ray_worker_group_cls")
-"""Of verl's constructor alone."""
+"""Arguments that only verl's constructor has."""
 ESTIMATOR = NAMES["verl.trainer.ppo.ray_trainer"]["compute_advantage"]
 METHODS = {
     "_validate": "override validate(now), or verl.trainer.ppo.validation.Validator",
@@ -41,7 +41,7 @@ METHODS = {
 
 
 def refuse_overrides(cls: type[Any]) -> None:
-    """Raises ConfigError for a subclass of `RayPPOTrainer` with methods that verl's trainer calls and this one not."""
+    """Raises ConfigError for a subclass of `RayPPOTrainer` with methods that only verl's trainer calls."""
     found = [f"{name}: {METHODS[name]}" for name in vars(cls) if name in METHODS]
     fit = vars(cls).get("fit")
     if inspect.isfunction(fit) and not _takes_one_more(fit):
@@ -52,8 +52,8 @@ def refuse_overrides(cls: type[Any]) -> None:
 
 
 def refuse_replaced() -> None:
-    """Raises ConfigError for functions and methods of verl's that a script has put into these modules or this trainer
-    from outside: nothing here would call them."""
+    """Raises ConfigError for verl's functions that a script has put into these modules or this trainer: nothing here
+    calls them."""
     found = [
         f"{module}.{name}: {why}"
         for module, names in NAMES.items()

@@ -76,6 +76,7 @@ MODULES = {
 }
 """Subcommands that take all of what follows them as it is, `--help` too."""
 COMMANDS = {
+    "init": ("verl.cli.init", "Make a small project: data, a reward with its tests, a script that trains."),
     "report": ("verl.cli.report", "One HTML file of a run, or of several side by side."),
     "watch": ("verl.cli.watch", "Follow a run: the page of `report`, live, or lines."),
     "trace": ("verl.cli.trace", "The timeline and the syncs of a run, for ui.perfetto.dev."),

@@ -1,1 +1,1 @@
-"""The processes of a run, whatever it trains: where they are, how they start, and who takes the place of the lost."""
+"""The processes of a run: their placement, start, restart after losses, and end."""

@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 
 class Cluster:
-    """Trainer ranks, rollout nodes and replicas of one run, and the manager that keeps them in step.
+    """Trainer ranks, rollout nodes and replicas of one run, and the manager that syncs them.
 
-    Lives on the driver. A context manager: leaving it ends every process, and Ray if this started it.
+    Lives on the driver. A context manager: leaving it ends every process, and Ray if the cluster started it.
     """
 
     def __init__(
@@ -64,12 +64,11 @@ class Cluster:
         on_sync: Sequence[Callable[[SyncReport], None]] = (),
         fewer_ranks: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Starts everything; nothing is left running if that fails. `model_path` is a local directory.
+        """Starts all processes; ends them again if that fails. `model_path` is a local directory.
 
-        `replicas` are those of `make_replicas`, not started; `arena_nbytes` is what every rollout node has to hold.
-        `critic` is for the trainer ranks, too, and `fewer_ranks` as their `fewer`. Each of `on_sync` gets
-        the report of every sync.
-        Raises ConfigError or BackendUnavailable for a rollout node whose machine cannot do what is asked of it.
+        `replicas` come from `make_replicas`, not started; `arena_nbytes` is the size of every rollout node's arena.
+        `critic` and `fewer_ranks` go to `TrainerRanks`. Each of `on_sync` gets the report of every sync. Raises
+        ConfigError or BackendUnavailable for a rollout node whose machine does not fit.
         """
         self._config = config
         self._device = device
@@ -142,7 +141,7 @@ class Cluster:
 
     @property
     def actor(self) -> RayWorkerGroup:
-        """The trainer ranks, as one object."""
+        """The worker group of the trainer ranks."""
         return self.trainer_ranks.group
 
     @property
@@ -161,7 +160,7 @@ class Cluster:
 
     @property
     def restarts(self) -> int:
-        """Replicas that were restarted because they died or left service."""
+        """The number of replicas restarted after they died or left service."""
         return self._pool.restarts
 
     @property
@@ -176,7 +175,7 @@ class Cluster:
         return [replica.server_handle for replica in self.replicas if replica.name in in_service]
 
     def rejoin(self, config: CheckpointEngineConfig) -> None:
-        """Go on with another backend: new rollout nodes, the same trainer ranks and engines, which start no process.
+        """Continue with another backend: starts new rollout nodes, keeps trainer ranks and engines.
 
         The engines keep their weights until the next `update_weights`.
         """
@@ -188,7 +187,7 @@ class Cluster:
         self._join(engine_config)
 
     def free_rollout_memory(self) -> None:
-        """Have the engines free weights and KV cache for the trainer, where they can; `update_weights` wakes them."""
+        """Have engines that can sleep free weights and KV cache for the trainer; `update_weights` wakes them."""
         if any(replica.can_sleep for replica in self.replicas):
             self.run(self._manager.sleep_replicas())
 
@@ -200,7 +199,7 @@ class Cluster:
         return restarted
 
     def resize(self, count: int) -> None:
-        """Begin to change the number of replicas to `count`, at least 1, during the run.
+        """Start changing the number of replicas to `count`, at least 1, during the run.
 
         `replicas` and `server_handles` include an added replica once it has the version in service. They exclude a
         removed one at once; it ends when its requests have ended. A replica that cannot be started is
@@ -219,9 +218,9 @@ class Cluster:
         self.run(tell())
 
     def begin_take_spans(self) -> Future[list[Span]]:
-        """Ask the rollout engines what they did since the last call; one that does not answer is left out.
+        """Request the rollout engines' spans since the last call; omits engines that do not answer.
 
-        Nobody has to wait for the answer: an engine may be busy.
+        Does not wait for the answers: an engine may be busy.
         """
 
         async def take() -> list[Span]:
@@ -231,7 +230,7 @@ class Cluster:
         return self.loop.start(take())
 
     def begin_measure_engines(self) -> Future[list[MemoryUse]]:
-        """Ask the rollout engines how much memory they hold; as `begin_take_spans`."""
+        """Request the rollout engines' memory use, as `begin_take_spans` does."""
 
         async def measure() -> list[MemoryUse]:
             answers = await asyncio.gather(*(replica.memory() for replica in self.replicas), return_exceptions=True)
@@ -240,14 +239,14 @@ class Cluster:
         return self.loop.start(measure())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the cluster's event loop, and wait for it."""
+        """Run `work` on the cluster's event loop, and wait for its result."""
         return self.loop.run(work)
 
     def close(self, *, in_order: bool = True) -> None:
         """End every process; Ctrl-C waits until that is done. Idempotent.
 
-        `in_order` lets members finish and close what they hold. Otherwise they are killed, which is quick and sure when
-        some of them hang or are dead already; what they hold (shared memory, engine processes) goes with them.
+        With `in_order`, members finish and close their resources. Otherwise they are killed, which also works if some
+        hang or are dead; their shared memory and engine processes end with them.
         """
         in_order &= self._ray.is_whole
         with uninterrupted():

@@ -1,4 +1,4 @@
-"""The program that ends what Ray leaves behind. The standard library alone: `support.outliving` runs this file.
+"""The program that ends Ray's remaining processes. Needs the standard library only: `support.outliving` runs it.
 
 The kernel ends Ray's daemons with the driver, and our actors end with the daemons. Ray's own agents notice it, too, but
 then try for a minute to report it to a daemon that is gone. Each has its session in its command line until it has
@@ -41,7 +41,7 @@ def is_of_session(pid: str, session: str) -> bool:
 
 
 def files(pid: str) -> Iterator[str]:
-    """Those that the process has open."""
+    """The files that the process has open."""
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):  # closed meanwhile: an agent that starts opens and closes many
             yield os.readlink(f"/proc/{pid}/fd/{fd}")

@@ -1,4 +1,4 @@
-"""What becomes of the rollouts of a machine that is gone: they go to another one, or leave the run."""
+"""Moves the rollout nodes and replicas of a lost machine to another one, or removes them from the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOKS_EVERY_S = 2.0
 
 
 class LostMachines:
-    """Of one run. Coroutines run on the manager's event loop."""
+    """Handles lost machines of one run. Coroutines run on the manager's event loop."""
 
     def __init__(
         self,
@@ -34,18 +34,18 @@ class LostMachines:
         pool: ReplicaPool,
         manager: Callable[[], CheckpointEngineManager],
     ) -> None:
-        """`machines()`: all that Ray has now, by its ids; `trainer_nodes()`: ids of those with trainer ranks. `nodes()`
-        and `manager()` are those of the day."""
+        """`machines()` returns Ray's present machines by id, `trainer_nodes()` the ids of those with trainer ranks.
+        `nodes()` and `manager()` return the current ones."""
         self._config, self._device = config, device
         self._machines, self._trainer_nodes = machines, trainer_nodes
         self._nodes, self._pool, self._manager = nodes, pool, manager
 
     async def leave(self) -> int:
-        """How many rollout nodes and replicas leave a machine that Ray does not have any more. Replicas that go to
-        another one are there when the pool heals.
+        """Move or remove the rollout nodes and replicas of machines that Ray has lost; returns their number.
+        `ReplicaPool.heal` then starts moved replicas.
 
-        Where no machine is left for rollouts another one is waited for, `trainer.restart_wait_s`. Raises
-        CheckpointEngineError if none comes.
+        If no machine is left for rollouts, waits `trainer.restart_wait_s` for another one. Raises CheckpointEngineError
+        if none joins.
         """
         nodes = self._nodes()
         alive = self._machines()

@@ -1,4 +1,4 @@
-"""What Ray says about the machines of a run."""
+"""Ray's records of the machines of a run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from verl.trainer.fleet.placement import Machine
 
 
 def ray_nodes() -> dict[str, Any]:
-    """What Ray says about each node that is alive, by its id."""
+    """Ray's record of each live node, by its id."""
     cluster: Any = ray
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
 
 
 def machines(accelerator: str | None) -> dict[str, Machine]:
-    """All that are alive, by Ray's id. `accelerator`: Ray's name of those that are counted; None: none are."""
+    """All live machines, by Ray's id. `accelerator` is Ray's name of the accelerators to count; None counts none."""
     return {
         name: Machine(
             address=node["NodeManagerAddress"],
@@ -29,6 +29,6 @@ def machines(accelerator: str | None) -> dict[str, Machine]:
 
 
 def addresses_of(nodes: Mapping[int, str]) -> dict[int, str]:
-    """The address of each, which are Ray's ids."""
+    """The address of each Ray node, by id."""
     alive = ray_nodes()
     return {index: alive[node]["NodeManagerAddress"] for index, node in nodes.items()}

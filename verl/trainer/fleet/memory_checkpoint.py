@@ -1,7 +1,7 @@
-"""The trainer's state after its last step, in memory that outlives its ranks: `trainer.memory_checkpoint`.
+"""Keeps the trainer's state after its last step in memory that outlives its ranks: `trainer.memory_checkpoint`.
 
 ranks       copy their state into the spare slots of their host's keeper, while they train, and send its digests
-keepers     commit once every rank of the run has copied: the state is whole, or it is that of the step before
+keepers     commit once every rank of the run has copied: the state is whole, or that of the step before
 keepers     add up parity of the states of other hosts: a group may lose one host
 new ranks   compare digests, and load the state; on another host the keeper reads it from the rest of the group
 fewer ranks read their parts from the keepers that have them, compare digests, and load them
@@ -46,14 +46,14 @@ from verl.workers.memory_checkpoint.resharded import Left, StateDescription
 logger = logging.getLogger(__name__)
 
 PROTECTS_WITHIN_S = 300.0
-"""Parity that takes longer is given up: the next step waits for it. So is what is made of it."""
+"""Parity that takes longer is given up, because the next step waits for it. The same limit holds for rebuilding."""
 
 
 class MemoryCheckpoint:
-    """Lives on the driver, and is used by its main thread."""
+    """Has the keepers keep and restore states. Lives on the driver, used by its main thread."""
 
     def __init__(self, ranks: Callable[[], RayWorkerGroup], loop: LoopThread, *, enabled: bool) -> None:
-        """`ranks` are the present ones."""
+        """`ranks` returns the current trainer ranks."""
         self._ranks, self._loop, self._enabled = ranks, loop, enabled
         self._keepers: list[Keeper] = []
         self._described: list[StateDescription] = []
@@ -68,7 +68,7 @@ class MemoryCheckpoint:
         self._step: int | None = None
 
     def start(self) -> None:
-        """Start a keeper on each host with ranks, unless there is one; nobody waits for them."""
+        """Start a keeper on each host with ranks, if there are none; does not wait for them."""
         if self._enabled and not self._keepers:
             self._keepers = self._started()
 
@@ -95,8 +95,8 @@ class MemoryCheckpoint:
         ]
 
     def keep(self, step: int) -> None:
-        """Keep the state that the ranks have now, after `step`. They may go on; what they left before is there until
-        all of it is."""
+        """Start copying the ranks' state after `step` to the keepers. The ranks may go on at once. The previous state
+        is kept until the copy is complete."""
         if not self._enabled:
             return
         self._settle()
@@ -115,20 +115,20 @@ class MemoryCheckpoint:
 
     @property
     def copying(self) -> Future[None] | None:
-        """Done when what is being kept is there; None if nothing is being kept."""
+        """Done when the keepers have the state; None if no copy is in progress."""
         return self._copying
 
     def end_copying(self) -> None:
-        """The ranks are gone: what they had not left yet is not there. Returns when that is settled."""
+        """After the death of the ranks: wait until the current copy has ended or failed."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.exception()
         self._end_protecting()
 
     def restore(self) -> int | None:
-        """Give the ranks, which are new, what was kept last; the step that it is of. None if nothing whole was.
+        """Have the new ranks load the last kept state; returns its step, None without a whole state.
 
-        With ranks on other hosts than before that may be the step before the last one.
+        With ranks on other hosts it may be the step before the last one.
         """
         if self._step is None:
             return None
@@ -152,13 +152,13 @@ class MemoryCheckpoint:
         return step
 
     def forget(self) -> None:
-        """What is kept is of a step that the run has gone back from. A later state of the same number is another one,
-        so nothing of it may stay."""
+        """Drop the kept states after the run went back behind their step: later states with the same step number
+        differ."""
         self._settle()
         self.close()
 
     def close(self) -> None:
-        """Free the memory, and return when it is free. Idempotent."""
+        """End the keepers, and return when their memory is free. Idempotent."""
         keepers, self._keepers, self._step, self._is_reserved = self._keepers, [], None, False
         self._is_protected = None  # other keepers do not know the plans
         self._digests = {}
@@ -364,9 +364,9 @@ class MemoryCheckpoint:
 
 
 async def until_kept(kept: Future[None], version: int) -> None:
-    """Return when the state that makes `version` is kept, or when it cannot be, though the ranks are there.
+    """Wait until the state of `version` is kept, or cannot be kept although the ranks live.
 
-    Raises TransportError if they died before, and if they take too long, as one that is stopped does.
+    Raises TransportError if the ranks died before, and TransportTimeout if they take too long (a stopped rank).
     """
     try:
         async with asyncio.timeout(KEEPS_WITHIN_S):

@@ -1,4 +1,4 @@
-"""The rollout nodes of one run: a process each, which owns an arena; started again when it is lost."""
+"""The rollout nodes of one run: each is a process that owns an arena, restarted when it is lost."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from verl.workers.weight_sync.ray_ports import RayRolloutNode
 logger = logging.getLogger(__name__)
 
 ANSWERS_WITHIN_S = 10.0
-"""A node that does not say anything for so long is started again, after a sync has failed."""
+"""After a failed sync, a node that does not answer within this time is restarted."""
 STARTS_WITHIN_S = 120.0
-"""It takes a few seconds, but a minute until Ray misses a machine that does not answer."""
+"""A start takes seconds, but Ray needs a minute to notice a machine that does not answer."""
 
 
 class RolloutNodes:
-    """Coroutines run on one event loop, that of the manager."""
+    """Starts, moves and ends the rollout nodes. Coroutines run on the manager's event loop."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class RolloutNodes:
         hosts: Mapping[int, str],
         env_vars: dict[str, str],
     ) -> None:
-        """Starts node i on the Ray node `machines[i]`, which is at the address `hosts[i]`; waits for none of them."""
+        """Starts node i on the Ray node `machines[i]`, at the address `hosts[i]`; does not wait for them."""
         self._config = config
         self.machines, self.hosts = dict(machines), dict(hosts)
         """Ray's id of each node's machine, and its address; by index."""
@@ -66,7 +66,7 @@ class RolloutNodes:
         return start_node(index, self._config, job=job, shm_dir=envs.shm_dir(), options=options)
 
     async def check(self, arena_nbytes: int) -> None:
-        """Raises ConfigError or BackendUnavailable for a machine that cannot do what is asked of its nodes."""
+        """Raises ConfigError or BackendUnavailable if a node's machine lacks the shared memory or the backend."""
         self._arena_nbytes = arena_nbytes
         checks = {port.name: self._check(index) for index, port in self._ports.items()}
         await all_within(self._config.deadlines.prepare_s, checks, version=None, phase="prepare")
@@ -76,9 +76,9 @@ class RolloutNodes:
         await self._ports[index].check(self._arena_nbytes, arenas[self.hosts[index]])
 
     async def move(self, machines: Mapping[int, str], hosts: Mapping[int, str]) -> dict[int, CheckpointEngineError]:
-        """Start those nodes on other machines instead; why some cannot be there. The next sync brings a version.
+        """Start these nodes on other machines; returns errors of those that do not fit. The next sync brings a version.
 
-        Returns when they are up.
+        Waits until they run.
         """
         self.machines |= machines
         self.hosts |= hosts
@@ -89,9 +89,9 @@ class RolloutNodes:
         return {index: failures[name] for index, name in zip(machines, checks, strict=True) if name in failures}
 
     async def restart_lost(self) -> int:
-        """Start those again that died or do not answer; how many. The next sync connects them and brings a version.
+        """Restart nodes that died or do not answer; returns their number. The next sync gives them a version.
 
-        Returns when they are up, or their machine is known to be gone.
+        Waits until they run, or Ray reports their machine as lost.
         """
         answers = await asyncio.gather(*(port.answers(ANSWERS_WITHIN_S) for port in self.ports))
         lost = [port for port, answered in zip(self.ports, answers, strict=True) if not answered]
@@ -102,7 +102,7 @@ class RolloutNodes:
         return len(lost)
 
     def give_up(self, indices: Collection[int]) -> list[RayRolloutNode]:
-        """Nodes that are no more, or shall not be; their ports."""
+        """Remove nodes from the run and kill them; returns their ports."""
         ports = [self._ports.pop(index) for index in indices]
         for index, port in zip(indices, ports, strict=True):
             del self.machines[index], self.hosts[index]
@@ -110,6 +110,6 @@ class RolloutNodes:
         return ports
 
     def kill(self) -> None:
-        """End their processes now; their arenas go with them."""
+        """Kill all nodes; their arenas are removed with them."""
         for port in self.ports:
             port.kill()

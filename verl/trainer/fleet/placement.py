@@ -16,7 +16,7 @@ from verl.workers.weight_sync.node import NODE_CPUS
 logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-3
-"""Ray counts in ten-thousandths of a CPU."""
+"""Ray counts CPUs in ten-thousandths."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RolloutPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a Ray node has in total, whoever uses it now."""
+    """The total resources of a Ray node, in use or not."""
 
     address: str
     cpus: float
@@ -37,7 +37,7 @@ class Machine:
 
 
 def require_machines(config: PPOConfig, device: str, machines: Sequence[Machine]) -> None:
-    """Raises ConfigError, saying what is there and what is needed, if the run's processes can never find a place.
+    """Raises ConfigError, with what exists and what is needed, if the run's processes can never be placed.
 
     Warns of accelerators that the default of `trainer.n_gpus_per_node` leaves idle.
     """
@@ -99,7 +99,7 @@ def _told(machines: Sequence[Machine]) -> str:
 
 
 def refuse_missing_files(keys: Mapping[str, str], missing: Mapping[str, Sequence[str]]) -> None:
-    """Raises ConfigError if any host lacks any file. `missing` has the paths by host, `keys` what a path is for."""
+    """Raises ConfigError if any host lacks any file. `missing` has the paths by host, `keys` the key of each path."""
     problems = [f"{keys[path]} is not there on {host}" for host, paths in missing.items() for path in paths]
     if problems:
         raise ConfigError("a trainer on several machines needs a file system that they share: " + "; ".join(problems))
@@ -125,12 +125,11 @@ def place_rollouts(
     trainer_nodes: Sequence[str],
     all_nodes: Sequence[str],
 ) -> RolloutPlacement:
-    """Names are those of Ray nodes; `trainer_nodes` carry trainer ranks, in the order of ranks.
+    """Place the rollouts on Ray nodes, by name; `trainer_nodes` have the trainer ranks, in the order of ranks.
 
     `colocated`: one arena on each of `trainer_nodes`, replicas dealt out among them, on the trainer's devices.
     `separate`: `rollout.nnodes` arenas with the replicas dealt out among them, on machines without trainer ranks if
-    there are any, else (on cpu) beside them.
-    Raises ConfigError if accelerators need more machines than there are.
+    there are any, else (on cpu) beside them. Raises ConfigError if accelerators require more machines than Ray has.
     """
     if config.trainer.placement == "colocated":
         nodes = tuple(trainer_nodes)
@@ -149,9 +148,9 @@ def place_rollouts(
 
 
 def place_another(nodes: Mapping[int, str], present: Sequence[Placement]) -> Placement:
-    """Where one more replica with devices of its own, or none, goes: to the rollout node with the fewest `present`.
+    """Place one more replica, with its own devices or none, at the rollout node with the fewest `present`.
 
-    `nodes`: the Ray node of each rollout node, by index. The cores of its machine are divided anew for this one only.
+    `nodes` has the Ray node of each rollout node, by index. Only the new replica gets a new share of the cores.
     """
     on_node = Counter(place.node_index for place in present)
     index = min(nodes, key=lambda node: on_node[node])
@@ -173,11 +172,11 @@ def other_machines(
     trainer_nodes: Collection[str],
     machines: Mapping[str, Machine],
 ) -> dict[str, str]:
-    """Where the rollouts of machines that are gone go on, by those: as far as there are any; names as above.
+    """A replacement for each lost machine, by its name; omits those for which there is none.
 
-    `lost` says how many replicas were on each. Another one is large enough and has neither trainer ranks nor one of
-    `rollout_nodes`, which are left; if none of these is, on cpu it may have trainer ranks, as at the start of a run.
-    With `colocated` rollouts are on the trainer's devices, and nowhere else.
+    `lost` has the number of replicas on each. A replacement is large enough, and has neither trainer ranks nor one of
+    the remaining `rollout_nodes`. If none of these remains, on cpu it may have trainer ranks, as at the start. With
+    `colocated` there is no replacement: rollouts are on the trainer's devices.
     """
     if config.trainer.placement == "colocated" or not lost:
         return {}

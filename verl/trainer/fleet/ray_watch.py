@@ -1,7 +1,7 @@
-"""Whether Ray's own processes live, which nobody starts again: without them its calls wait, most of them for ever.
+"""Watches Ray's own processes, which are not restarted: without them most calls of Ray wait for ever.
 
-The raylet starts and ends all others on its host: a run ends with that of its driver. The GCS knows who is where: a run
-goes on without it until something has to be started.
+The raylet starts and ends all others on its host: a run ends with the raylet of its driver. The GCS knows where all
+processes are: a run goes on without it until it has to start a process.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import psutil
 
 LOOKS_EVERY_S = 0.5
 STOPPED_S = 12.0
-"""A raylet that does not run for so long is given up. Others of its cluster would do it, much later."""
+"""A raylet that is stopped for so long is given up. Ray itself would do it much later."""
 
 
 class RayLost(RuntimeError):
-    """The run's Ray is gone, or what of it a run needs to go on."""
+    """Ray's raylet is gone, or its GCS when the run needs it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; start the run again, trainer.resume_mode=auto goes on from its last checkpoint")
 
 
 class RayWatch:
-    """A thread of the driver, until `close`. It asks the operating system and not Ray, whose answers are what hangs."""
+    """A thread of the driver, until `close`. It asks the operating system, because calls of Ray could hang."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RayWatch:
         looks_every_s: float = LOOKS_EVERY_S,
         stopped_s: float = STOPPED_S,
     ) -> None:
-        """`on_lost` is called once, by that thread, with what has become of the process."""
+        """The thread calls `on_lost` once, with a text on the process's end."""
         self.process, self._on_lost = process, on_lost
         self._looks_every_s, self._stopped_s = looks_every_s, stopped_s
         self._closed = threading.Event()
@@ -61,7 +61,7 @@ class RayWatch:
 
 
 def raylet_of(about: Mapping[str, Any]) -> psutil.Process | None:
-    """The raylet of a connection, by what `ray.init` says of that; None if it is not on this host."""
+    """The raylet of a connection, from the result of `ray.init`; None if it is not on this host."""
     socket = about.get("raylet_socket_name")
     return _found("raylet", f"--raylet_socket_name={socket}") if socket else None
 

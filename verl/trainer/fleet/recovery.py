@@ -1,4 +1,4 @@
-"""What is looked at, and started again, when work of a run has failed, and how often that work is tried again."""
+"""After a failure: finds and restarts dead members of a run, and limits how often the failed work is repeated."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ LOOKED_AT = {
     # A step is begun again when its batch is there, and ends with its sync, which look after the rest.
     STEP: (TRAINER_RANKS,),
 }
-"""Work that failed, and what of what it needs may have died: in this order, for each needs those before it.
+"""By kind of work: the kinds of members that it needs, to be checked in this order, as each needs those before it.
 
-What was on a machine that is gone leaves the run. All else is started again where it was.
+Members on a lost machine leave the run. All others are restarted where they were.
 """
 
 Look = Callable[[], int]
-"""Find what died of one kind, and start it again or give it up: how many. Raises if the run cannot go on without."""
+"""Find dead members of one kind, restart them or give them up; returns their number. Raises if the run cannot go on."""
 
 
 class RestartLimit:
-    """How often something is started again: `most` times within any `window_s`."""
+    """Allows at most `most` restarts within any `window_s`."""
 
     def __init__(self, most: int, window_s: float, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._most, self._window_s, self._now_s = most, window_s, now_s
@@ -46,7 +46,7 @@ class RestartLimit:
         return f"trainer.max_restarts={self._most} within {self._window_s:g} s"
 
     def take(self) -> bool:
-        """Whether it may be, now; if so it counts."""
+        """Count one restart if the limit allows it now; returns whether it does."""
         now_s = self._now_s()
         while self._taken and now_s - self._taken[0] >= self._window_s:
             self._taken.popleft()
@@ -57,13 +57,13 @@ class RestartLimit:
 
 
 class Recovery:
-    """For one run, on its driver."""
+    """Repeats failed work of one run after restarting dead members. Used on the driver."""
 
     def __init__(self, *, max_restarts: int, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """A batch that fails is generated again at most `max_restarts` times, a sync made again once.
 
-        A step, as often as who looks after trainer ranks starts them again: `RestartLimit`. `around` every look: it may
-        raise if nothing can be started.
+        A failed step is repeated as often as trainer ranks are restarted (`RestartLimit`). `around` is entered for
+        every check; it may raise if nothing can be started.
         """
         self._around = around
         self._most: dict[str, float] = {SYNC: 1, BATCH: max_restarts, STEP: math.inf}
@@ -71,29 +71,29 @@ class Recovery:
         self._found: Counter[str] = Counter()
 
     def watch(self, kind: str, look: Look) -> None:
-        """Have `look` find what dies of `kind`."""
+        """Register `look`, which finds dead members of `kind`."""
         self._looks[kind] = look
 
     def found(self, kind: str, number: int) -> None:
-        """Count what has been started again or given up outside of a look of ours."""
+        """Count members of `kind` restarted or given up outside of `look`."""
         self._found[kind] += number
 
     def changes(self, work: str) -> int:
-        """How much of what `work` needs has been started again or given up so far."""
+        """How many of the members that `work` needs have been restarted or given up so far."""
         return sum(self._found[kind] for kind in set(LOOKED_AT[work]))
 
     def look(self, work: str) -> None:
-        """Start again what died of what `work` needs. Raises what a look raises."""
+        """Restart the dead members that `work` needs. Raises the errors of the registered functions."""
         with self._around():
             for kind in LOOKED_AT[work]:
                 if kind in self._looks:
                     self.found(kind, self._looks[kind]())
 
     def recovers(self, work: str, *, since: int, tried: int) -> bool:
-        """Whether `work`, which has failed, is tried again: only if something of what it needs had died.
+        """Restart what died, and return whether to repeat the failed `work`: only if a member that it needs had died.
 
-        `since`: `changes` when the attempt began; somebody else may have found what died since. `tried`: how often it
-        has been tried again already.
+        `since` is `changes` at the start of the attempt: other work may have restarted the dead since. `tried` is the
+        number of repetitions so far.
         """
         if tried >= self._most[work]:
             return False
@@ -109,7 +109,7 @@ class Recovery:
         again: Callable[[Exception], T],
         since: int | None = None,
     ) -> T:
-        """What `first` returns, or `again`, which gets the failure before. Raises what the last attempt raised."""
+        """The result of `first`, or of `again(failure)`. Raises the error of the last attempt."""
         since = self.changes(work) if since is None else since
         failure: Exception | None = None
         for tried in itertools.count():

@@ -1,4 +1,4 @@
-"""The rollout replicas of one run: restarted when they die, more or fewer of them while the run goes on."""
+"""The rollout replicas of one run: restarted when they die, added and removed during the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.workers.rollout.errors import ReplicaTimeout, RolloutError
 logger = logging.getLogger(__name__)
 
 FAILURES = (CheckpointEngineError, RolloutError, ConfigError, ray.exceptions.RayError)
-"""What becomes of one replica's start without being a mistake of ours."""
+"""Errors of a replica's start that do not end the run."""
 
 
 class ReplicaPool:
@@ -39,7 +39,7 @@ class ReplicaPool:
         launch: Callable[[RolloutReplica, Placement], Awaitable[None]],
         manager: Callable[[], CheckpointEngineManager],
     ) -> None:
-        """`make(rank)`: a replica that is not started; `launch` starts one; `manager()`: the one of the day."""
+        """`make(rank)` returns a replica, not started; `launch` starts it; `manager()` returns the current manager."""
         self.replicas = list(replicas)
         self.restarts = 0
         """Replicas that were restarted because they died or left service."""
@@ -52,11 +52,11 @@ class ReplicaPool:
 
     @property
     def everyone(self) -> list[RolloutReplica]:
-        """Whatever may have a process."""
+        """All replicas that may have a process."""
         return [*self.replicas, *self._joining, *self._leaving]
 
     async def resize(self, count: int, nodes: Mapping[int, str]) -> None:
-        """Begin to bring the number of replicas to `count`; does not wait for engines. `nodes` as for `place_another`.
+        """Start changing the number of replicas to `count`; no wait for engines. `nodes` is as in `place_another`.
 
         A replica that cannot be started is logged and left out. Raises ValueError for a count below 1.
         """
@@ -79,7 +79,7 @@ class ReplicaPool:
             self._begin(replica, self._add(replica))
 
     async def heal(self) -> int:
-        """Restart what died or is in quarantine; how many are back."""
+        """Restart replicas that died or are quarantined; returns how many are back in service."""
         quarantined = {replica.name for replica in self._manager().quarantined}
         deaths = await asyncio.gather(*map(_death_of, self.replicas))
         broken = [
@@ -92,9 +92,9 @@ class ReplicaPool:
         return healed
 
     async def move(self, machines: Mapping[int, str]) -> list[str]:
-        """Those of these rollout nodes are on other machines when `heal` starts them again; their names.
+        """Have `heal` restart the replicas of these rollout nodes on other machines; returns their names.
 
-        Those that are only joining leave the run.
+        Replicas that are still joining leave the run.
         """
         await self._give_up([replica for replica, place in self._joining.items() if place.node_index in machines])
         moved = [replica for replica in self.replicas if replica.node_index in machines]
@@ -105,7 +105,7 @@ class ReplicaPool:
         return [replica.name for replica in moved]
 
     async def give_up(self, nodes: Collection[int]) -> list[str]:
-        """Those of the rollout nodes `nodes` leave the run, whatever they are doing; their names."""
+        """Remove the replicas of the rollout nodes `nodes` from the run, in any state; returns their names."""
         lost = [replica for replica in self.replicas if replica.node_index in nodes]
         lost += [replica for replica, place in self._joining.items() if place.node_index in nodes]
         return await self._give_up(lost)
@@ -192,9 +192,9 @@ async def _death_of(replica: RolloutReplica) -> str | None:
 
 
 def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
-    """The replicas of a run, to be started, of a `settled` configuration.
+    """The replicas of a run with a `settled` configuration, not started.
 
-    Raises ConfigError for what their engine cannot do.
+    Raises ConfigError for what their engine does not support.
     """
     return [
         make_replica(config, rank, model_path=model_path, device=device) for rank in range(num_replicas(config, device))
@@ -202,7 +202,7 @@ def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[R
 
 
 def make_replica(config: PPOConfig, rank: int, *, model_path: Path, device: str) -> RolloutReplica:
-    """One of them."""
+    """One replica of a run, not started."""
     policy = config.actor_rollout_ref
     return RolloutReplicaRegistry.get(policy.rollout.name)(
         replica_rank=rank, config=policy.rollout, model=policy.model.at(model_path), device=device

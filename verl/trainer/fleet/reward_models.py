@@ -1,4 +1,4 @@
-"""The engines of a run's reward model: where they run, and when."""
+"""The engines of a run's reward model: their placement, start, sleep and end."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _HEADS = ("ForSequenceClassification", "RewardModel", "ForTokenClassification")
 
 
 def reward_function(config: PPOConfig) -> RewardFunction:
-    """What scores responses: the user's function, the reward model, or the built-in rules.
+    """The function that scores responses: the user's, the reward model's, or the built-in rules'.
 
-    Raises ConfigError, also for a reward model that nobody would ask.
+    Raises ConfigError, also for a reward model that no function would use.
     """
     settings = config.reward_model
     if not settings.enable:
@@ -61,7 +61,7 @@ def model_path(config: PPOConfig) -> Path:
 
 
 def has_head(config: PPOConfig, path: Path) -> bool:
-    """Whether the model gives a score, as its config names its class."""
+    """Whether the model has a head for scores, by the class name in its config."""
     model = HFModelConfig(path=str(path), trust_remote_code=config.reward_model.model.trust_remote_code)
     classes = getattr(load_hf_config(model), "architectures", None) or []
     return any(name.endswith(_HEADS) for name in classes)
@@ -83,7 +83,7 @@ def addresses_file(config: PPOConfig) -> Path:
 
 
 def num_engines(config: PPOConfig, device: str) -> int:
-    """As many as the devices allow; on cpu one for each machine."""
+    """The number of engines that the devices allow; on cpu one per machine."""
     settings, trainer = config.reward_model, config.trainer
     own = settings.enable_resource_pool
     nodes = settings.nnodes if own else trainer.nnodes
@@ -97,7 +97,7 @@ class RewardModels:
     """The engines, started by `start` and ended by `close`. Lives on the driver."""
 
     def __init__(self, config: PPOConfig, device: str) -> None:
-        """Raises ConfigError for a model that is not there."""
+        """Raises ConfigError for a missing model."""
         self._config, self._device = config, device
         self._path = model_path(config)
         self._scores = has_head(config, self._path)
@@ -106,9 +106,9 @@ class RewardModels:
         self._engines: list[Any] = []
 
     def start(self, trainer_nodes: Sequence[str]) -> None:
-        """Start all engines and write down where they are; `trainer_nodes` are the Ray nodes of trainer ranks.
+        """Start all engines and write their addresses to a file; `trainer_nodes` are the Ray nodes of trainer ranks.
 
-        Those on the trainer's devices sleep afterwards. Raises RolloutError.
+        Engines on the trainer's devices sleep afterwards. Raises RolloutError.
         """
         count = num_engines(self._config, self._device)
         self._require_devices(count)
@@ -128,7 +128,7 @@ class RewardModels:
         self._all("sleep")
 
     def close(self) -> None:
-        """End the engines, which end with their actors. Idempotent."""
+        """End the engines by ending their actors. Idempotent."""
         for engine in self._engines:
             ray.kill(engine)
         self._engines = []
@@ -191,7 +191,7 @@ class RewardModels:
 
 
 class AwakeForScoring:
-    """A reward manager whose reward model is awake while it scores."""
+    """A reward manager that wakes the reward model's engines only while it scores."""
 
     def __init__(self, manager: RewardManager, models: RewardModels) -> None:
         self._manager, self._models = manager, models

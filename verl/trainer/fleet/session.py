@@ -1,4 +1,4 @@
-"""Ray, as a run uses it: started with the run unless there is one already, and ended with it."""
+"""A run's Ray: joined if one exists, else started and ended with the run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 KEY = "ray_kwargs.ray_init"
 LOCAL = "local"
-"""Ray's name for an address at which it starts one of its own, and joins none that is there."""
+"""Ray's address that means: start a new Ray and join none."""
 REACHED_WITHIN_S = 10.0
-"""Ray itself tries for minutes, and says something every five seconds."""
+"""Ray itself would try for minutes and log every five seconds."""
 LEAVES_WITHIN_S = 3.0
 """How long a driver that has lost its Ray may take to end in order."""
 GCS_MISSED = {"gcs_rpc_server_reconnect_timeout_s": 86_400}
-"""Ray's processes, the driver too, would end a minute after the GCS, with nothing but a line of Ray's own. This is how
-the driver is told; a raylet begins to count before, and reads it from its environment alone."""
+"""By default Ray's processes and the driver end a minute after the GCS, with only a line from Ray. The driver gets this
+setting as an argument, a raylet through its environment."""
 
 _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
@@ -48,13 +48,13 @@ _TOKEN_HINT = (
 )
 
 MARK = "VERL_RAY_STARTED_BY"
-"""In the environment of whatever is started while Ray starts: by whom."""
+"""Environment variable of processes that Ray starts: the driver that started Ray."""
 
 
 def address_of(arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """Which Ray a run with these arguments of `ray.init` uses, and what says so; `local` is one of this run alone.
+    """The address of Ray for these arguments of `ray.init`, and what sets it; `local` means a new Ray.
 
-    `RAY_ADDRESS`, which `ray job submit` sets for what it starts, is followed where the arguments name none.
+    Without an address in the arguments, uses `RAY_ADDRESS`, which `ray job submit` sets.
     """
     if arguments.get("address"):
         return str(arguments["address"]), f"{KEY}.address"
@@ -62,12 +62,12 @@ def address_of(arguments: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def starts_locally(arguments: Mapping[str, Any]) -> bool:
-    """Whether `RaySession.start` with these arguments makes a Ray of this machine alone."""
+    """Whether `RaySession.start` with these arguments starts a new Ray on this machine."""
     return not ray.is_initialized() and address_of(arguments)[0] == LOCAL
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what `ray.init` does not take, and for an address at which nobody listens."""
+    """Raises ConfigError for unknown arguments of `ray.init`, and for an address where no Ray can be reached."""
     known = set(inspect.signature(ray.init).parameters) - {"kwargs"}
     for name in arguments:
         if name not in known and not name.startswith("_"):  # Ray's private ones are not in its signature
@@ -88,10 +88,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 class RaySession:
-    """Lives on the driver."""
+    """The driver's connection to Ray."""
 
     def __init__(self, *, timeline: str | None = None) -> None:
-        """`timeline` is where `close` writes what Ray recorded, for chrome://tracing or Perfetto."""
+        """`timeline` is the file to which `close` writes Ray's timeline, for chrome://tracing or Perfetto."""
         self._timeline = timeline
         self.owned = False
         """Whether `close` ends Ray, and everything in it."""
@@ -107,14 +107,14 @@ class RaySession:
         self._closed = threading.Event()
 
     def start(self, arguments: Mapping[str, Any]) -> None:
-        """`arguments` of `ray.init` go before ours. Does nothing if this process is connected to a Ray.
+        """`arguments` of `ray.init` override ours. Does nothing if this process is already connected to Ray.
 
-        A KeyboardInterrupt does not wait for the seconds that Ray needs: what has been started of it is killed. This
-        process then holds half of a Ray and has to end without the interpreter's exit hooks, as `main_ppo` does.
+        A KeyboardInterrupt during the start kills the part of Ray that has started. The process must then end without
+        the interpreter's exit hooks, as `main_ppo` does.
 
-        When the raylet of this host is gone, or its GCS while something needs that, the main thread gets a
-        KeyboardInterrupt, and `lost` says why. A process that has not called `close` some seconds later ends with exit
-        code 1: a call of Ray holds it.
+        If this host's raylet ends, or the GCS while it is needed, the main thread gets a KeyboardInterrupt, and `lost`
+        has the reason. A process stuck in a call of Ray, which does not call `close` within LEAVES_WITHIN_S, ends with
+        exit code 1.
         """
         if ray.is_initialized():
             return
@@ -164,7 +164,7 @@ class RaySession:
                     del os.environ[key]
 
     def add_note(self, error: BaseException) -> None:
-        """Say where the processes' own words are."""
+        """Add the directory of the processes' logs to the error, unless it is a ConfigError."""
         if self._log_dir is not None and isinstance(error, Exception) and not isinstance(error, ConfigError):
             error.add_note(f"the processes of this run wrote their logs to {self._log_dir}")
 
@@ -190,12 +190,12 @@ class RaySession:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of Ray's own processes on this host run."""
+        """Whether all of Ray's own processes on this host are alive."""
         return self.lost is None and not self._without_gcs
 
     @contextmanager
     def needing_gcs(self) -> Iterator[None]:
-        """Around what starts members. Raises RayLost if the GCS is gone."""
+        """Context for starting members. Raises RayLost if the GCS is gone."""
         if self._without_gcs:
             self.lost = RayLost(self._said_of_gcs())
             threading.Thread(target=self._end_in_time, name="ends-in-time", daemon=True).start()

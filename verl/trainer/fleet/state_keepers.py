@@ -1,4 +1,4 @@
-"""The processes that keep the state of trainer ranks, as the driver knows them, and what is left when some are gone."""
+"""The driver's view of the keepers of the trainer ranks' states, and what remains when some are lost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ray.exceptions import RayError, RayTaskError
 from verl.checkpoint_engine.errors import CheckpointEngineError, TransportError
 
 KEEPS_WITHIN_S = 60.0
-"""A keeper that has not answered by then is given up; without load it takes milliseconds."""
+"""A keeper that has not answered by then is given up; an idle one answers within milliseconds."""
 FREES_WITHIN_S = 10.0
-"""Afterwards a keeper is killed; then what watches its memory frees it."""
+"""Afterwards a keeper is killed; its cleanup process then frees its memory."""
 MOST_IN_GROUP = 5
-"""Hosts, of which one may be lost. Parity takes two states divided by one host fewer; to make a lost one's state again
-takes reading as many states as there are others."""
+"""Hosts in a group, of which one may be lost. With n hosts, parity takes 2 / (n - 1) of a state's memory, and
+rebuilding a lost host's state reads n - 1 states."""
 
 Held = tuple[Mapping[int, Sequence[int]], Sequence[int]]
-"""Of one keeper: the steps of which it has the state, by rank, and those of which it has parity."""
+"""Of one keeper: the steps whose state it has, by rank, and the steps whose parity it has."""
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """That of one host."""
+    """The keeper of one host."""
 
     ranks: tuple[int, ...]
     node: str
@@ -35,17 +35,17 @@ class Keeper:
 
 @dataclass(frozen=True)
 class Found:
-    """What is left of the state of all ranks."""
+    """Where the ranks' states of one step are after a loss."""
 
     step: int
     whole: tuple[int, ...]
-    """Keepers that have what their ranks left, by number."""
+    """Numbers of the keepers that have the states of all their ranks."""
     lost: Mapping[int, range]
-    """Those whose ranks' state the other members of their group can make again, and the group."""
+    """By number of a lost keeper: the group whose other members can rebuild its ranks' states."""
 
 
 def groups_of(number: int) -> list[range]:
-    """So many hosts in groups of about the same size, of two or more. Pure."""
+    """Divide `number` hosts into groups of about equal size, of two or more. Pure."""
     if number < 2:
         return []
     count = -(-number // MOST_IN_GROUP)
@@ -54,9 +54,9 @@ def groups_of(number: int) -> list[range]:
 
 
 def find(step: int, ranks: Sequence[Sequence[int]], held: Sequence[Held | None]) -> Found:
-    """Of `step`, or of the one before it. `ranks`: of each keeper; `held`: None of one that is gone. Pure.
+    """Find the states of `step`, else the step before. `ranks` are each keeper's; `held`: None for a lost one. Pure.
 
-    Raises TransportError if neither is whole.
+    Raises TransportError if neither step is whole.
     """
     for one in (step, step - 1):
         whole = [
@@ -76,7 +76,7 @@ def find(step: int, ranks: Sequence[Sequence[int]], held: Sequence[Held | None])
 
 
 def held_by(keepers: Sequence[Keeper]) -> list[Held | None]:
-    """What each has; None of those that went with their host."""
+    """What each keeper has; None for a lost one."""
     asked = [keeper.actor.steps.remote() for keeper in keepers]
     held: list[Held | None] = []
     for reference in asked:
@@ -88,7 +88,7 @@ def held_by(keepers: Sequence[Keeper]) -> list[Held | None]:
 
 
 def end(keepers: Sequence[Keeper]) -> None:
-    """Have them free their memory, and end."""
+    """Have the keepers free their memory, then kill them."""
     if keepers:
         freed = [keeper.actor.close.remote() for keeper in keepers]
         ray.wait(freed, num_returns=len(freed), timeout=FREES_WITHIN_S)
@@ -97,7 +97,7 @@ def end(keepers: Sequence[Keeper]) -> None:
 
 
 def answer(asked: Any, timeout_s: float = KEEPS_WITHIN_S) -> Any:
-    """Raises what a keeper raised."""
+    """The answers of keepers; raises a keeper's own error."""
     try:
         return ray.get(asked, timeout=timeout_s)
     except RayTaskError as exc:
@@ -105,5 +105,5 @@ def answer(asked: Any, timeout_s: float = KEEPS_WITHIN_S) -> Any:
 
 
 def cause(exc: RayTaskError) -> Exception:
-    """What a keeper raised."""
+    """The keeper's own error within Ray's."""
     return exc.cause if isinstance(exc.cause, CheckpointEngineError) else exc

@@ -1,4 +1,4 @@
-"""Giving rollout engines the trainer's weights, whoever of them is lost meanwhile."""
+"""Syncs the trainer's weights to the rollout engines, and repeats a sync after losses."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FAILED_SYNCS = (SyncAborted, TransportError)
-"""A sync that did not succeed, or could not begin."""
+"""Errors of a sync that failed or could not begin."""
 
 
 class Syncs:
-    """Of one run. Used on the driver's main thread; syncs run on the cluster's event loop."""
+    """The syncs of one run. Used on the driver's main thread; syncs run on the cluster's event loop."""
 
     def __init__(self, loop: LoopThread, manager: Callable[[], CheckpointEngineManager], recovery: Recovery) -> None:
-        """`manager()`: the one of the day."""
+        """`manager()` returns the current manager."""
         self._loop, self._manager, self._recovery = loop, manager, recovery
 
     def update_weights(self, version: int, generating: Future[Any] | None = None) -> SyncReport:
@@ -54,9 +54,9 @@ class Syncs:
         then: Callable[[], Awaitable[T]],
         kept: Future[None] | None = None,
     ) -> Future[tuple[SyncReport, T]]:
-        """Like `update_weights`, but return as soon as the trainer may change its weights; `end_update` it later.
+        """Like `update_weights`, but returns as soon as the trainer may change its weights; call `end_update` later.
 
-        `then` follows when the engines have the version. They do not get it if the trainer ranks die before `kept`.
+        Runs `then` once the engines have the version. They do not get it if the trainer ranks die before `kept`.
         """
         released: Future[None] = Future()
 
@@ -81,7 +81,7 @@ class Syncs:
         return updating
 
     def end_update(self, updating: Future[tuple[SyncReport, T]]) -> tuple[SyncReport, T]:
-        """Wait for it; then bring back what it quarantined, where that works. Raises `FAILED_SYNCS`."""
+        """Wait for the sync, then restart the replicas that it quarantined, if possible. Raises `FAILED_SYNCS`."""
         result = updating.result()
         self._look_after_service()
         return result

@@ -1,4 +1,4 @@
-"""The teachers of a run: where their engines run, and which of them is asked about what."""
+"""The teachers of a run: their engines' placement, and the routing of samples to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from verl.workers.teacher.server import TeacherServer
 KEY = "distillation.teacher_models"
 START_S = 600.0
 ANSWER_S = 600.0
-"""So long may pass without any answer while a batch is scored."""
+"""The longest time without any answer while a batch is scored."""
 STOP_S = 10.0
 MAX_CONCURRENCY = 100_000
 logger = logging.getLogger(__name__)
@@ -37,24 +37,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """One of them, with what its engines are built from."""
+    """One teacher, with the settings of its engines."""
 
     name: str
     config: TeacherConfig
     path: Path
     count: int
-    """Of its engines."""
+    """The number of its engines."""
     replica: VLLMReplica
-    """Of which only settings are used: how vLLM is started."""
+    """Used only for its settings of how to start vLLM."""
 
 
 def teachers_of(config: PPOConfig, device: str) -> list[Teacher]:
-    """Raises ConfigError for one whose files are not there, or whose settings vLLM has not."""
+    """Raises ConfigError for a teacher with missing files, or with settings unknown to vLLM."""
     return [_teacher(config, name, teacher, device) for name, teacher in sorted(config.distillation.teachers.items())]
 
 
 def num_engines(config: PPOConfig, teacher: TeacherConfig, device: str) -> int:
-    """Of one teacher. On cpu, where nobody counts devices, one for each machine unless it says how many."""
+    """The number of one teacher's engines. On cpu, without devices to count, one per machine by default."""
     if teacher.num_replicas:
         return teacher.num_replicas * teacher.inference.data_parallel_size
     if device == "cpu":
@@ -63,7 +63,7 @@ def num_engines(config: PPOConfig, teacher: TeacherConfig, device: str) -> int:
 
 
 def longest(config: PPOConfig) -> int:
-    """Tokens of the longest sequence that is scored, and the one that vLLM adds."""
+    """The length of the longest scored sequence in tokens, plus the one that vLLM adds."""
     return config.data.max_prompt_length + config.data.max_response_length + 1
 
 
@@ -129,7 +129,7 @@ class Asked:
         self._waiting[answer] = row, engine
 
     def wait(self) -> dict[int, Scores]:
-        """By row, when all are there. Raises RolloutError that names the engine."""
+        """Wait for all scores; returns them by row. Raises RolloutError that names the engine."""
         waiting, found = dict(self._waiting), dict[int, Scores]()
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=ANSWER_S)
@@ -142,10 +142,10 @@ class Asked:
 
 
 class Teachers:
-    """Their engines, started by `begin_start` and ended by `close`. Lives on the driver."""
+    """The teachers' engines, started by `begin_start` and ended by `close`. Lives on the driver."""
 
     def __init__(self, config: PPOConfig, device: str) -> None:
-        """Raises ConfigError for a teacher that is not there."""
+        """Raises ConfigError for a missing teacher."""
         self._config, self._device = config, device
         self._teachers = teachers_of(config, device)
         self._engines: dict[str, list[tuple[str, Any]]] = {}
@@ -153,7 +153,7 @@ class Teachers:
         self._starting: list[Any] = []
 
     def begin_start(self) -> None:
-        """Raises ConfigError where Ray would wait for ever."""
+        """Start the engines. Raises ConfigError if Ray could never place them."""
         self._require_devices()
         remote: Any = ray.remote(TeacherServer)
         for teacher in self._teachers:
@@ -167,12 +167,12 @@ class Teachers:
         self._starting = [actor.start.remote() for _, actor in self._everyone()]
 
     def await_started(self) -> None:
-        """Raises ConfigError or RolloutError that names the engine."""
+        """Wait until all engines run. Raises ConfigError or RolloutError that names the engine."""
         for (name, _), started in zip(self._everyone(), self._starting, strict=True):
             _answer(name, started, START_S)
 
     def ask(self, batch: DataProto) -> Asked:
-        """Have every response of `batch` scored by its teacher, while others do what they do.
+        """Start scoring every response of `batch` by its teacher, in the background.
 
         Raises ConfigError for a sample that has none.
         """
@@ -265,8 +265,8 @@ def _answer(name: str, reference: Any, timeout_s: float) -> Any:
 def padded_scores(scores: dict[int, Scores], shape: Sequence[int], vocabulary: int) -> tuple[np.ndarray, ...]:
     """(log-probs [B, R], candidates [B, R, K], their log-probs [B, R, K]); 0 where nothing was scored.
 
-    Candidates that the student has no row for, as models of one family differ in how far they pad the vocabulary, are
-    token 0 with log-prob -inf.
+    Candidates outside the student's vocabulary become token 0 with log-prob -inf: models of one family pad it
+    differently.
     """
     width = max((each.candidates.shape[1] for each in scores.values()), default=0)
     log_probs = np.zeros(shape, dtype=np.float32)

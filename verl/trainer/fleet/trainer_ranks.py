@@ -1,4 +1,4 @@
-"""The trainer ranks of one run: one Ray process each, started together, and together started again."""
+"""The trainer ranks of one run: one Ray process each, started and restarted together."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ logger = logging.getLogger(__name__)
 
 ACCELERATOR_RESOURCE = {"cpu": None, "cuda": "GPU", "npu": "NPU"}
 FEWER_PLACED_WITHIN_S = 10.0
-"""Whatever was to come free has come free."""
+"""Seconds to place fewer ranks, when the devices have already come free."""
 PLACED_WITHIN_S = 60.0
-"""What they need was there a moment ago, when the run was checked."""
+"""Seconds to place the first ranks, whose devices were free when the run was checked."""
 FREED_WITHIN_S = 5.0
-"""What ranks had is free again, on a machine that is there, so soon after they are ended."""
+"""Seconds until the devices of ended ranks are free again on a live machine."""
 ANSWERS_WITHIN_S = 10.0
-"""Ranks answer while they compute; one that says nothing for so long, when work has failed, is started again."""
+"""Ranks answer while they compute. After a failure, one that does not answer within this time is restarted."""
 
 
 NOTICED, ENDED, RESOURCES, PROCESSES = "noticed", "ended", "resources", "processes"
 MODELS, STATE = "models", "state"
 PARTS = NOTICED, ENDED, RESOURCES, PROCESSES, MODELS, STATE
-"""Of a restart: who was lost is known; the others are ended; there is room for new ones; these answer; they have built
-their models; they have their state, from wherever it is."""
+"""Parts of a restart: find the lost ranks; end the others; find room for new ranks; wait for their answer; build their
+models; restore their state."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Trainer ranks died; others have taken their place."""
+    """The loss of trainer ranks that new ones have replaced."""
 
     what: str
-    """Who died."""
+    """The ranks that died, as text."""
     remembered: int | None
-    """The step whose state they have out of memory; None: they are as they were at first."""
+    """The step whose state the new ranks have from memory; None: they have their initial state."""
     began_s: float
-    """By `time.monotonic`: when work had failed."""
+    """When the failed work was noticed, by `time.monotonic`."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Those of its `PARTS`, all attempts together."""
+    """Seconds of each of its `PARTS`, summed over all attempts."""
 
     def __str__(self) -> str:
-        """What it took so far."""
+        """The duration so far, and that of each part."""
         parts = ", ".join(f"{part} {self.seconds.get(part, 0.0):.1f}" for part in PARTS)
         return f"{time.monotonic() - self.began_s:.1f} s ({parts})"
 
     def metrics(self) -> dict[str, float]:
-        """For the step that is over now, the first one since."""
+        """Metrics for the first step that ends after the loss."""
         parts = {f"recovery/{part}_s": self.seconds.get(part, 0.0) for part in PARTS}
         return parts | {"recovery/step_s": time.monotonic() - self.began_s}
 
 
 class TrainerRanks:
-    """Lives on the driver, and is used by its main thread. `close` ends the processes."""
+    """Starts, restarts and ends the trainer ranks. Lives on the driver, used by its main thread."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class TrainerRanks:
         limit: RestartLimit,
         fewer: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`fewer`: hosts and ranks on each with which training may go on, the most first.
+        """`fewer` has smaller numbers of hosts and ranks on each with which training may go on, the largest first.
 
-        Starts the processes; `build` follows. Raises what `RayWorkerGroup` raises, and ConfigError for files that
-        the driver has and another host lacks."""
+        Starts the processes; call `build` next. Raises what `RayWorkerGroup` raises, and ConfigError for files that the
+        driver has and another host lacks."""
         self._config, self._device, self._critic = config, device, critic
         self._model_path = model_path
         self._with_reference = with_reference
@@ -111,12 +111,12 @@ class TrainerRanks:
 
     @property
     def nodes(self) -> list[str]:
-        """The Ray nodes that carry them, in the order of ranks."""
+        """The Ray nodes of the trainer ranks, in the order of ranks."""
         processes = self.group.processes
         return list(dict.fromkeys(processes[rank].node_id for rank in sorted(processes)))
 
     def build(self) -> None:
-        """Build the models, as they are in their directories."""
+        """Have the ranks build the models with the weights in their directories."""
         self.group.init_model()
         if self._critic is not None:
             self.group.init_critic()
@@ -127,9 +127,9 @@ class TrainerRanks:
         self.group.keep_wide(names)
 
     def restart_lost(self) -> int:
-        """If any rank died or does not answer, end them all and start them again: how many. `loss` tells more.
+        """If any rank died or does not answer, restart all ranks and return their number. `loss` has the details.
 
-        None if none did, or if they may not be started again so often: the run then ends with what has failed.
+        Returns 0 if none did, or if they cannot or may not be restarted: the run then ends with the original failure.
         """
         began_s = time.monotonic()
         seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""How a run is told, while it goes on, that it should have more or fewer rollout replicas."""
+"""Reads the wanted number of rollout replicas from a file during a run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NUMBER = re.compile(rb"0*[1-9]\d{0,4}")
 
 
 class WantedReplicas:
-    """A file with one number, which anybody who may write into the run's output directory may write or replace."""
+    """A file with one number, in the run's output directory, which its users may write during the run."""
 
     def __init__(self, path: Path) -> None:
-        """What `path` holds by now was meant for another run in this directory."""
+        """Ignores the present content of `path`: it was meant for an earlier run in this directory."""
         self.path = path
         self._seen = self._read()
 
     def changed(self) -> int | None:
-        """The number, if the file was written since the last time; None if not. Anything else in it is a warning."""
+        """The number, if the file has changed since the last call, else None. Warns of any other content."""
         found = self._read()
         if found is None or found == self._seen:
             return None

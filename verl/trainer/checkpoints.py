@@ -40,15 +40,15 @@ LATEST = "latest_checkpointed_iteration.txt"
 RECORD = "trainer.json"
 _NAME = re.compile(r"global_step_(\d{1,18})", re.ASCII)
 PARTS = ("", "actor", "critic")
-"""Directories of a checkpoint whose files have digests."""
+"""Directories in a checkpoint whose files have digests; "" is the checkpoint's own."""
 COMPARED_NBYTES = 2**32
-"""Of a directory: more are compared by the ranks that read them, each a part; here their sizes are."""
+"""Larger directories are compared by size here; the ranks that read them compare digests, each of a part."""
 _AGAIN = "set trainer.resume_mode=disable to start again"
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the driver needs to go on. `dataloader` is the position in the data: plain values and tensors."""
+    """The driver's state in a checkpoint. `dataloader` is the position in the data: plain values and tensors."""
 
     step: int
     dataloader: dict[str, Any]
@@ -73,17 +73,17 @@ class CheckpointDirectory:
         """The one that was published last, by this object."""
 
     def would_resume_from(self) -> Path | None:
-        """What `find` returns if that is whole. Looks into no checkpoint, and changes nothing on disk."""
+        """The checkpoint that `find` returns if it is whole. Reads no checkpoint, and changes nothing on disk."""
         pointer, mode = self.root / LATEST, self._config.resume_mode
         if mode == "resume_path":
             return Path(str(self._config.resume_from_path)).absolute()
         return self.root / self._pointed_to(pointer) if mode != "disable" and pointer.is_file() else None
 
     def find(self) -> Path | None:
-        """The checkpoint to resume from as `trainer.resume_mode` says; None to start from scratch.
+        """The checkpoint to resume from by `trainer.resume_mode`; None to start from scratch.
 
-        Raises ConfigError if the one that was asked for does not exist, is not complete, or is damaged, and names the
-        newest other one that is whole; `trainer.resume_fallback` takes that instead.
+        Raises ConfigError if that checkpoint is missing, incomplete or damaged. The error names the newest whole one;
+        with `trainer.resume_fallback`, that one is used instead.
         """
         mode = self._config.resume_mode
         if mode == "disable":
@@ -130,9 +130,9 @@ class CheckpointDirectory:
 
     @contextmanager
     def writing(self, state: TrainerState) -> Iterator[Path]:
-        """A directory for the trainer ranks; what they have written is a checkpoint after `publish`.
+        """Context with a directory to which trainer ranks write; `publish` makes it a checkpoint.
 
-        After an error nothing of it is left, and the last checkpoint is still there. Raises DiskFull if that was why.
+        After an error the directory is removed, and the last checkpoint remains. Raises DiskFull if the disk was full.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         final = self.root / f"global_step_{state.step}"
@@ -168,9 +168,9 @@ class CheckpointDirectory:
         self._written = final
 
     def publish(self) -> None:
-        """What was written is a checkpoint, and the one to resume from. Call it when the step's records are on disk.
+        """Make the written directory the checkpoint to resume from. Call it when the step's records are on disk.
 
-        It takes no space. Does nothing if nothing was written.
+        Needs no disk space. Does nothing if nothing was written.
         """
         if self._written is None:
             return
@@ -192,7 +192,7 @@ class CheckpointDirectory:
 
     @staticmethod
     def read(path: Path) -> TrainerState:
-        """Raises ConfigError for files that are not those of a checkpoint."""
+        """The driver's state in a checkpoint. Raises ConfigError for files that are no checkpoint's."""
         record = _record(path)
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -255,7 +255,7 @@ class CheckpointDirectory:
 
 
 def warn_of_lacking_contents(key: str, contents: CheckpointConfig) -> None:
-    """Of checkpoints from which no run goes on: called when they are configured, not when one is needed."""
+    """Warn at configuration time if `contents` lacks what a run needs to resume."""
     lacking = [part for part in contents.load_contents if part not in (*contents.save_contents, "hf_model")]
     if lacking:
         logger.warning(

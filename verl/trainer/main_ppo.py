@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FAILURE, INTERRUPTED = 1, 130
 ENDS_WITHIN_S = 4.0
-"""After Ctrl-C or SIGTERM. Then whatever is waited for is left to the processes that outlive this one to clean up."""
+"""Seconds for the driver to end after Ctrl-C or SIGTERM. Then cleanup processes, which outlive it, do the rest."""
 logger = logging.getLogger("verl")
 
 
@@ -36,12 +36,12 @@ HYBRID = "verl.trainer.ppo.ray_trainer:RayPPOTrainer"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`arguments` of the command line; default: those of this process."""
+    """Run the command line `arguments`; by default this process's."""
     run(run_ppo, argv=arguments)
 
 
 def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults: Any) -> None:
-    """Run `trainer` as the command line says, and end the process as promised above. `defaults`: as in `run_hydra`.
+    """Run `trainer` by the command line, and end the process as described above. `defaults` is as in `run_hydra`.
 
     `loop` is the "module:Class" of the trainer's loop, whose run `--check` plans.
     """
@@ -75,7 +75,7 @@ def _end(code: int, words: str) -> NoReturn:
 
 
 def check_ppo(config: PPOConfig, loop: str = HYBRID) -> Checked:
-    """What `run_ppo` would find out about model and data, and what it would do. Starts nothing."""
+    """Check model and data as `run_ppo` does, and describe the run. Starts nothing."""
     from verl.trainer.ppo.plan import plan
     from verl.trainer.ppo.verl_names import refuse_replaced
 
@@ -92,8 +92,8 @@ def _class_of(loop: str) -> type[RayPPOTrainer]:
 def run_ppo(config: Any, trainer_class: type[RayPPOTrainer] | None = None, task_runner_class: Any = None) -> None:
     """One training run, on this process as the driver. Raises ConfigError before anything is started.
 
-    `config` is a PPOConfig, or what a script's own `hydra.main` has composed. `trainer_class` brings the loop; by
-    default that of hybrid mode. `task_runner_class` is verl's, for scripts that have one to be told what to write.
+    `config` is a PPOConfig, or the tree of a script's own `hydra.main`. `trainer_class` has the loop; by default that
+    of hybrid mode. `task_runner_class` is verl's argument; the error names its replacement.
     """
     from verl.checkpoint_engine.support.console import log_to_console
     from verl.trainer.config.record import composed_as

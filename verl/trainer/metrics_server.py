@@ -1,4 +1,4 @@
-"""What Prometheus scrapes from the driver: `trainer.metrics_port`. The registry is our own: vLLM's metrics stay its."""
+"""Serves the driver's metrics to Prometheus: `trainer.metrics_port`. Its own registry excludes vLLM's metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.checkpoint_engine.plan.types import PHASES, SyncReport
 from verl.utils.config import ConfigError
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0)
-"""Bounds of the buckets: a tiny model on one host, and a large one between many."""
+"""Bounds of the buckets, from a tiny model on one host to a large one across many."""
 GAUGES = {
     "critic/score/mean": ("verl_reward", "mean score of the last step"),
     "training/global_step": ("verl_step", "training steps done"),
@@ -23,17 +23,17 @@ GAUGES = {
     "perf/throughput": ("verl_tokens_per_second", "tokens per second and trainer rank"),
     "perf/time_per_step": ("verl_step_seconds", "seconds of the last step"),
 }
-"""Of the metrics of a step: what they are called here, and what they mean."""
+"""By metric of a step: its name in Prometheus, and its meaning."""
 
 
 class MetricsServer:
-    """Serves `/metrics` from a thread of its own. A context manager: leaving it frees the port.
+    """Serves `/metrics` from its own thread. A context manager: leaving it frees the port.
 
-    Raises ConfigError at construction for a port that cannot be had.
+    Raises ConfigError at construction for a port that cannot be bound.
     """
 
     def __init__(self, port: int, host: str) -> None:
-        """`port` 0: any that is free, which `port` then says."""
+        """With `port` 0, binds any free port; the attribute `port` has its number."""
         registry = CollectorRegistry()
         self._phases = Histogram(
             "verl_sync_phase_seconds", "seconds of the phases of a sync", ["phase"], registry=registry, buckets=SECONDS
@@ -74,7 +74,7 @@ class MetricsServer:
         self.port: int = self._server.server_port
 
     def synced(self, report: SyncReport) -> None:
-        """A sync has ended, whatever came of it."""
+        """Record a sync that has ended, successful or not."""
         self._syncs.labels(report.outcome).inc()
         for name, value in (
             ("moved_bytes", report.nbytes_moved),
@@ -99,7 +99,7 @@ class MetricsServer:
             self._last[name].set(scalars[f"checkpoint_engine/{key}"])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A step has ended. Implements `Tracker`."""
+        """Set the gauges from a step's metrics. Implements `Tracker`."""
         for name, value in metrics.items():
             self._steps.labels(name).set(value)
             if name in self._gauges:

@@ -26,10 +26,10 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 @contextmanager
 def only_run_in(directory: Path) -> Iterator[None]:
-    """Around a run that writes to `directory`. Called on the driver.
+    """Lock `directory` during a run that writes to it. Called on the driver.
 
-    The lock is the operating system's (fcntl, which NFS has, too): that of a process that is gone is gone with it. Its
-    file says who has it. Raises ConfigError naming the other run.
+    The operating system's lock (fcntl, also on NFS) ends with its process. Its file names the owner. Raises ConfigError
+    naming the other run.
     """
     path = directory / NAME
     with _opened(path) as file:
@@ -52,8 +52,7 @@ def only_run_in(directory: Path) -> Iterator[None]:
 
 
 def is_written(directory: Path) -> bool:
-    """Whether a run writes to `directory`, as far as that can be seen from this host: of one that was killed elsewhere
-    the file is left."""
+    """Whether a run writes to `directory`. True, too, for a run killed on another host, whose file remains."""
     try:
         owner = json.loads((directory / NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:

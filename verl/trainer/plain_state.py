@@ -20,7 +20,7 @@ _AS_THEY_ARE = (type(None), bool, int, float, str, bytes)
 
 
 def to_plain(value: Any) -> Any:
-    """Raises TypeError, naming it, for a value that is neither of parquet's kinds nor a tensor or an array."""
+    """Convert to plain values. Raises TypeError for a value that is no tensor, array or type of parquet's."""
     if type(value) in _AS_THEY_ARE:
         return value
     if isinstance(value, torch.Tensor):
@@ -45,7 +45,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse. Raises ConfigError for what `to_plain` does not make."""
+    """The inverse of `to_plain`. Raises ConfigError for anything that it does not return."""
     if type(value) in _AS_THEY_ARE:
         return value
     try:

@@ -1,4 +1,4 @@
-"""Syncs as OpenTelemetry spans, where its SDK is installed and the environment says where spans go."""
+"""Exports syncs as OpenTelemetry spans, if its SDK is installed and the environment names an endpoint."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 CLOSING_MS = 5000
-"""For what is not sent yet when a run ends."""
+"""Time at the end of a run to send the remaining spans."""
 
 
 class SyncSpans:
-    """One trace per sync: the sync and, within it, its phases and what the report says of members.
+    """Exports one trace per sync: the sync, its phases, and the members' spans from its report.
 
-    A context manager: leaving it sends what is left. A thread of the SDK sends spans; what cannot be sent is lost.
+    A context manager: leaving it sends the remaining spans. A thread of the SDK sends them; failures lose them.
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
@@ -35,7 +35,7 @@ class SyncSpans:
         self._tracer = self._provider.get_tracer("verl.checkpoint_engine", __version__)
 
     def synced(self, report: SyncReport) -> None:
-        """A sync has ended, whatever came of it."""
+        """Export a sync that has ended, successful or not."""
         from opentelemetry.trace import Status, StatusCode
 
         numbers = {name: value for name, value in report.metrics().items() if name.startswith("checkpoint_engine/")}
@@ -79,7 +79,7 @@ def _ns(seconds: float) -> int:
 
 
 def sync_spans() -> AbstractContextManager[SyncSpans | None]:
-    """For the endpoint that the environment names; nothing without one. Says so if the SDK is not installed."""
+    """Context with a `SyncSpans` for the environment's endpoint; None without one or (warned) without the SDK."""
     endpoint = envs.otlp_endpoint()
     if not endpoint:
         return nullcontext()

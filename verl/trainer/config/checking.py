@@ -1,4 +1,4 @@
-"""What `--check` says: the plan of a run, what its keys would have done, or everything that is wrong with them."""
+"""The output of `--check`: the plan of a run and notes on its keys, or all problems with them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What was found out about a run that has not begun."""
+    """The findings of `--check` about a run that has not begun."""
 
     plan: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What the run would say, too."""
+    """Warnings that the run would log, too."""
     stand_ins: list[str] = field(default_factory=list)
-    """What a built-in model or data set is too small for. It stands in for the user's own, which decides."""
+    """Problems that only the built-in stand-in for the user's model or data set has: it is too small."""
     lacking: list[str] = field(default_factory=list)
-    """What this machine has not, and the one that the run starts on must have."""
+    """What this machine lacks and the run's machine needs."""
 
 
 def on_its_device(config: PPOConfig) -> PPOConfig:
-    """`config` with a device. If the launch names none: that of its backend, the one that its engine needs,
-    or that of this machine."""
+    """`config` with a device: the given one, else that of its backend, of its engine, or of this machine."""
     if config.trainer.device is not None:
         return config
     device, rollout = resolve_device(), config.actor_rollout_ref.rollout
@@ -44,7 +43,7 @@ def on_its_device(config: PPOConfig) -> PPOConfig:
 
 
 def grouped(problems: Sequence[str]) -> str:
-    """Lines for stderr: each problem begins with `error`, each kind with its name and number."""
+    """The problems as text for stderr: grouped by kind, each group with its name and count, each line with `error`."""
     lines: list[str] = []
     rest = [line for problem in problems for line in problem.splitlines()]
     for name, belongs in KINDS:
@@ -56,6 +55,6 @@ def grouped(problems: Sequence[str]) -> str:
 
 
 def noted(notes: Sequence[Note]) -> Iterator[str]:
-    """A line for each accepted key that has not its effect; those that cost something first."""
+    """A line for each accepted key that lacks its effect; keys that cost memory or time come first."""
     for note in sorted(notes, key=lambda note: not note.costs):
         yield f"{'warning' if note.costs else 'no effect'}: {note}"

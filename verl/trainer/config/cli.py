@@ -1,4 +1,4 @@
-"""The command line of every trainer: Hydra's words and flags, one clear line for every mistake."""
+"""The command line of every trainer: Hydra's overrides and flags, one line for every mistake."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from verl.workers.config import PPOConfig
 
 logger = logging.getLogger("verl")
 USAGE_ERROR = 2
-"""Exit code for what the user wrote on the command line, or names there."""
+"""Exit code for mistakes on the command line, or in files that it names."""
 FAILURE = 1
-"""For anything else that goes wrong in a run: in a line if that explains it, else with its traceback."""
+"""Exit code for any other failure of a run, reported in one line if that explains it, else with a traceback."""
 
 
 def run_hydra(
@@ -49,11 +49,11 @@ def run_hydra(
     starts anything, becomes `error: ...` on stderr and exit code 2, a NamedFailure the same with exit code 1; every
     other exception, and with VERL_TRACEBACK=1 the latter, passes through with its traceback.
 
-    `adapt` turns a configuration into what a mode makes of it, which is what is checked. Supports --help [SECTION ...],
-    --version and --check, for which `check` looks at the model and data of a configuration and starts nothing; and as
-    Hydra does --cfg job, --package, --resolve, --config-name, --config-path and --config-dir; `config_path` and
-    `config_name` are their defaults, and files of the user's own can begin with those of `config_path`. With
-    --config-path alone, the output directory of a run is run again. Leaves no output directory behind.
+    `adapt` changes a configuration for a mode; its result is checked. Supports --help [SECTION ...], --version and
+    --check, for which `check` checks a configuration's model and data and starts nothing; and as Hydra does --cfg job,
+    --package, --resolve, --config-name, --config-path and --config-dir; `config_path` and `config_name` are their
+    defaults, and the user's files can build on those of `config_path`. With --config-path alone, the output directory
+    of a run is run again. Leaves no output directory behind.
     """
     parser = _parser()
     parser.set_defaults(config_path=config_path)
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def usable(resolved: Resolved, adapt: Callable[[PPOConfig], PPOConfig] | None = None) -> PPOConfig:
-    """Raises ConfigError with a line for everything that is wrong with it. Warns of what costs more than in verl."""
+    """Raises ConfigError with a line for each problem. Warns of keys that cost more than in verl."""
     config, problems = _adapted(resolved.config, adapt)
     if problems := [*resolved.problems, *problems, *problems_of(config)]:
         raise ConfigError("\n".join(problems))

@@ -1,7 +1,7 @@
-"""Keys that follow others where they are null: as verl's do, the reference, the engines and the critic the actor.
+"""Keys that follow others while they are null: as in verl, reference, engines and critic follow the actor.
 
-And those of `OF_BUILTIN`, which follow the model and the data: what suits those that come with the project would train
-others otherwise than verl does.
+The keys of `OF_BUILTIN` follow the model and the data. Values that suit the built-in ones would train others
+differently from verl.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OF_BUILTIN = (
     "algorithm.adv_estimator",
     "trainer.test_freq",
 )
-"""Keys whose defaults suit the built-in model on built-in data. Whoever brings another of either has verl's."""
+"""Keys whose defaults suit the built-in model on built-in data. With another model or other data, verl's hold."""
 FOLLOWING_ACTOR = ("ppo_max_token_len_per_gpu", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
 def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, Any]:
-    """`values` with every key that follows others set. What was changed beyond that is added to `notes`."""
+    """`values` with all following keys set. Adds a note on every other change to `notes`."""
     filled: dict[str, Any] = _copy(values)
     policy = _section(filled, "actor_rollout_ref")
     actor, rollout, ref = (_section(policy, name) for name in ("actor", "rollout", "ref"))

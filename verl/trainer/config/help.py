@@ -46,7 +46,7 @@ REFERENCE = "Every key with its type and meaning: docs/configuration.md"
 def print_help(console: Console | None = None, sections: Sequence[str] = ()) -> None:
     """Write the page to stdout: tables on a terminal, one key per line where output is piped.
 
-    With `sections` only those, with what is below them. Raises ConfigError for one that does not exist.
+    With `sections` only those and their subsections. Raises ConfigError for an unknown section.
     """
     console = console or Console()
     chosen = _chosen(sections)

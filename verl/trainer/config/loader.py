@@ -1,6 +1,6 @@
-"""From YAML files and `key=value` words to a `PPOConfig`, or one ConfigError that says what is wrong.
+"""Builds a `PPOConfig` from YAML files and `key=value` overrides, or raises one ConfigError with all problems.
 
-Hydra's compose API does the composing. It writes no files, changes no directory and configures no logging.
+Hydra's compose API composes it; this writes no files, changes no directory and configures no logging.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ DEFAULT_NAME = "ppo_trainer"
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What a command line comes to."""
+    """The configuration that a command line results in."""
 
     config: PPOConfig
-    """With defaults in the place of what is wrong."""
+    """The configuration, with defaults in place of wrong values."""
     notes: list[Note]
     problems: list[str]
-    """A line for everything that is wrong; empty: the configuration can be used."""
+    """A line for each problem; empty if the configuration can be used."""
     composed: DictConfig | None = None
-    """What Hydra composed it from."""
+    """The tree that Hydra composed."""
 
 
 def load_config(
@@ -54,9 +54,9 @@ def load_config(
     """The configuration of a run: the YAML file `config_name`, changed by `overrides`.
 
     `config_path` is the directory of `config_name` (default: the built-in one); relative paths start at the working
-    directory, then at verl/trainer and beside `mode_dir`, as verl's `--config-path=config` does. The built-in files can
-    be used from a file of the user's own in any case (`defaults: [ppo_trainer, _self_]`), and so can those in
-    `mode_dir`. `config_dir` is one more directory to search. Raises ConfigError with a line for everything wrong.
+    directory, then at verl/trainer and beside `mode_dir`, as verl's `--config-path=config` does. A user's file can
+    always include the built-in files (`defaults: [ppo_trainer, _self_]`) and those in `mode_dir`. `config_dir` is one
+    more directory to search. Raises ConfigError with a line for each problem.
     """
     resolved = resolve_config(
         overrides, config_path=config_path, config_name=config_name, config_dir=config_dir, mode_dir=mode_dir
@@ -67,14 +67,14 @@ def load_config(
 
 
 def resolve_config(overrides: Sequence[str] = (), **where: Any) -> Resolved:
-    """As `load_config`, with everything that is wrong told at once. Raises ConfigError if nothing can be composed."""
+    """As `load_config`, but returns the problems. Raises ConfigError if nothing can be composed."""
     problems: list[str] = []
     composed = compose_tree(overrides, problems=problems, **where)
     return resolved_tree(composed, set_keys(overrides), problems)
 
 
 def resolved_tree(composed: DictConfig, explicit: Collection[str] = (), problems: Sequence[str] = ()) -> Resolved:
-    """As `resolve_config`, of what Hydra has composed, here or in a script of the user's own (`hydra.main`)."""
+    """As `resolve_config`, for a tree composed by Hydra, here or in a user's script (`hydra.main`)."""
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as exc:
@@ -94,9 +94,9 @@ def compose_tree(
     mode_dir: Path | None = None,
     problems: list[str] | None = None,
 ) -> DictConfig:
-    """What Hydra composes, with the override keys checked, but neither resolved nor converted.
+    """The tree that Hydra composes: override keys are checked, values neither resolved nor converted.
 
-    Raises ConfigError; what is wrong with single overrides is added to `problems` instead, if that is given.
+    Raises ConfigError; with `problems`, appends the errors of single overrides to it instead.
     """
     name = config_name.removesuffix(".yaml")
     directory = _directory(config_path, name, mode_dir)
@@ -153,7 +153,7 @@ def build_config(values: Any, explicit: Collection[str] = ()) -> Resolved:
 def merge_checkpoint_engine(values: Mapping[str, Any], explicit: Collection[str] = ()) -> dict[str, Any]:
     """`values` with verl's `actor_rollout_ref.rollout.checkpoint_engine` moved to the top-level section.
 
-    A key of the top-level section counts as given when it differs from the default or stands in `explicit`. Raises
+    A key of the top-level section counts as given if it differs from the default or is in `explicit`. Raises
     ConfigError, naming both keys, when one is given in both places with different values.
     """
     merged: dict[str, Any] = _copy(values)

@@ -1,4 +1,4 @@
-"""What stands on the command line: checked against the schema, then handed to Hydra in a form that it accepts."""
+"""Checks overrides on the command line against the schema and converts them to a form that Hydra accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = re.compile(r"[\w./:@-]+", re.ASCII)
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Raises ConfigError with a line for each that Hydra's grammar does not read, with the usual reason."""
+    """Parse overrides. Raises ConfigError with a line, and the usual reason, for each that Hydra cannot parse."""
     parser = OverridesParser.create()
     parsed: list[Override] = []
     problems: list[str] = []
@@ -54,11 +54,11 @@ def _remedy(text: str) -> str:
 
 
 def normalize(overrides: Sequence[str], groups: Collection[str], problems: list[str]) -> list[str]:
-    """The overrides with every key checked. One that cannot be set is left out, and a line about it is in `problems`.
+    """The overrides with every key checked. Omits a key that cannot be set, with a line in `problems`.
 
     Setting a key becomes Hydra's `++key=value`, which sets it whether or not the composed YAML already holds it: keys
-    of free-form sections are new by nature, and a YAML file of the user's own need not list every key. The schema has
-    already said that the key exists. Choices of config groups (`rollout=...`) and Hydra's own keys pass unchanged.
+    of free-form sections are always new, and a user's YAML file need not list every key. The schema has already
+    confirmed that the key exists. Choices of config groups (`rollout=...`) and Hydra's own keys pass unchanged.
     """
     result: list[str] = []
     for override in parse(overrides):

@@ -1,4 +1,4 @@
-"""What a run was told to be, in its output directory: to read it, and to run it again with `--config-path`."""
+"""Records a run's configuration in its output directory, to read it and to run it again with `--config-path`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CONFIG_FILE = f"{CONFIG_NAME}.yaml"
 RUNS_FILE = "runs.jsonl"
 PACKAGES = ("torch", "transformers", "ray", "vllm", "sglang", "numpy")
 ENVIRONMENT = "env_vars"
-"""Ray's section of environment variables, the one place of a configuration that has secrets."""
+"""Ray's section of environment variables, the only part of a configuration with secrets."""
 SECRET = re.compile(r"\w*(?:KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL)\w*", re.IGNORECASE)
 SECRET_IN_WORD = re.compile(rf"({SECRET.pattern})(\s*[=:]\s*)([^,}}]+)", re.IGNORECASE)
 LEFT_OUT = "???"
-"""Hydra's word for a value that has to be given."""
+"""Hydra's marker for a mandatory value."""
 MOST_SECONDS_OF_GIT = 5
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ _composed: ContextVar[DictConfig | None] = ContextVar("composed", default=None)
 
 @contextmanager
 def composed_as(tree: DictConfig | None) -> Iterator[None]:
-    """Around the run of a configuration that Hydra composed as `tree`: its keys as the user gave them.
+    """Context of a run whose configuration Hydra composed as `tree`, which `record_run` writes.
 
-    None: it is what the caller's caller has said, if anybody has.
+    None keeps the tree of an outer context, if there is one.
     """
     token = _composed.set(_composed.get() if tree is None else tree)
     try:
@@ -55,7 +55,7 @@ def composed_as(tree: DictConfig | None) -> Iterator[None]:
 
 
 def has_record(directory: str | Path | None) -> bool:
-    """Whether that is the output directory of a run, whose configuration can be used again."""
+    """Whether `directory` is the output directory of a run, with a reusable configuration."""
     if directory is None:
         return False
     path = Path(str(directory).removeprefix("file://")).expanduser()
@@ -63,12 +63,12 @@ def has_record(directory: str | Path | None) -> bool:
 
 
 def record_run(directory: Path, config: PPOConfig, **about: Any) -> None:
-    """Write the configuration into `directory`, and add this start to those of the run. Called once, on the driver.
+    """Write the configuration into `directory`, and append this start to its records. Called once, on the driver.
 
-    `config.yaml` is what Hydra composed, or all of `config` where a script made it otherwise; values of environment
-    variables that are secrets by their names are left out. `runs.jsonl` has an object for each start: when, where, the
-    command, the versions of packages, the commits of this package and of the working directory, and what `about` says.
-    A full disk is no reason to end a run: what is not written is logged.
+    `config.yaml` is the tree that Hydra composed, or all of `config` without one; it omits values of environment
+    variables whose names mean secrets. `runs.jsonl` has an object for each start: when, where, the command, the
+    versions of packages, the commits of this package and of the working directory, and the items of `about`. A full
+    disk does not end the run: what is not written is logged.
     """
     tree = _composed.get()
     values = to_mapping(config) if tree is None else OmegaConf.to_container(tree, resolve=False)
@@ -91,12 +91,12 @@ def record_run(directory: Path, config: PPOConfig, **about: Any) -> None:
 
 
 def command(words: Sequence[str]) -> str:
-    """To paste into a shell, without secrets."""
+    """This process's command line for a shell, without secrets."""
     return shlex.join(SECRET_IN_WORD.sub(rf"\1\2{LEFT_OUT}", word) if ENVIRONMENT in word else word for word in words)
 
 
 def versions() -> dict[str, str]:
-    """Of this program, Python, and the packages that compute; those that are not installed are left out."""
+    """Versions of this program, Python and the packages that compute; omits packages that are not installed."""
     found = {"verl-sync": verl.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         for distribution in (name, f"{name}-cpu"):
@@ -109,9 +109,9 @@ def versions() -> dict[str, str]:
 
 
 def commits(package: Path, working: Path) -> dict[str, str]:
-    """By directory: the commit that is checked out there, with `-dirty` if files are changed.
+    """The checked-out commit by directory, with `-dirty` if files have changed.
 
-    Of `package` only where it is part of a checkout, and is not installed into one.
+    Includes `package` only if it is part of a checkout, and not merely installed into one.
     """
     found: dict[str, str] = {}
     for directory, needs in ((package, "__init__.py"), (working, None)):

@@ -30,10 +30,10 @@ class Key:
     default: Any
     choices: tuple[Any, ...]
     bounds: str
-    """What a number has to be, as `at least 1`; empty: anything."""
+    """The condition on a number, like `at least 1`; empty for none."""
     help: str
     free_form: bool
-    """The value is a mapping whose keys are not ours: anything below `path` is accepted."""
+    """The value is a mapping with the user's keys: any key below `path` is accepted."""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """The choices, or the bounds; empty: anything of its type."""
+        """The choices or the bounds; empty if every value of the type is allowed."""
         return ", ".join(map(yaml_text, self.choices)) or self.bounds
 
     @property
@@ -51,7 +51,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One section and the keys that stand directly in it; `path` is "" for the root."""
+    """One section and its direct keys; `path` is "" for the root."""
 
     path: str
     doc: str
@@ -71,7 +71,7 @@ def sections() -> tuple[Section, ...]:
 
 @cache
 def documented_sections() -> tuple[Section, ...]:
-    """Every section with keys; behind those with keys that take any, what may stand below them: a teacher, and behind
+    """Every section with keys. After a section with free-form keys come the keys below those: a teacher's, and after
     `checkpoint_engine` its backends' options."""
     found = [section for section in sections() if section.keys]
     place = 1 + max(index for index, section in enumerate(found) if section.path.startswith("distillation"))

@@ -1,4 +1,4 @@
-"""What to say about a key that does not exist: one line with the key that was probably meant."""
+"""The error for an unknown key: one line with the key that was probably meant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl.trainer.config.from_verl.translation import rule_of
 from verl.trainer.config.schema import is_known, keys, section_paths
 
 ALIAS = "actor_rollout_ref.rollout.checkpoint_engine"
-"""verl's place for the section that stands at the top level here; both are accepted and mean the same."""
+"""verl's place for a section that is at the top level here; both are accepted with the same meaning."""
 CANONICAL = "checkpoint_engine"
 
 

@@ -1,4 +1,4 @@
-"""What no single section can know: whether the sections fit together. Runs on the driver before any process starts."""
+"""Checks whether the sections fit together. Runs on the driver before any process starts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ def validate(config: PPOConfig) -> None:
 
 
 def problems_of(config: PPOConfig, lacking: list[str] | None = None) -> list[str]:
-    """A line for every combination that cannot work, with the values that clash.
+    """A line for every combination that cannot work, with the conflicting values.
 
     Imports the user's modules (`model.external_lib`, `checkpoint_engine.custom_backend_module`), since they may
-    register the names that are looked up. Raises BackendUnavailable for one whose package is missing; with `lacking`,
-    says so there.
+    register names. Raises BackendUnavailable for a module whose package is missing, or with `lacking` appends it there.
     """
     problems: list[str] = []
     for check in CHECKS:
@@ -51,12 +50,12 @@ def _min_ranks(config: PPOConfig) -> Iterator[str]:
 
 
 def possible_fewer_ranks(config: PPOConfig) -> list[tuple[int, int]]:
-    """Those of `TrainerConfig.fewer_ranks` with which all else in `config` goes together."""
+    """The layouts of `TrainerConfig.fewer_ranks` with which the rest of `config` is valid."""
     return [layout for layout in config.trainer.fewer_ranks if not problems_of(with_ranks(config, *layout))]
 
 
 def with_ranks(config: PPOConfig, nnodes: int, n_gpus_per_node: int) -> PPOConfig:
-    """`config` with so many hosts, and ranks on each."""
+    """`config` with another number of hosts, and of ranks on each."""
     trainer = replace(config.trainer, nnodes=nnodes, n_gpus_per_node=n_gpus_per_node, min_ranks=None)
     return replace(config, trainer=trainer)
 

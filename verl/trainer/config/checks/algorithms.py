@@ -1,4 +1,4 @@
-"""Whether the keys of an algorithm go together."""
+"""Checks whether the keys of an algorithm are consistent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from verl.workers.config import PPOConfig
 
 
 def algorithm_keys(config: PPOConfig) -> Iterator[str]:
-    """Keys that only mean something together."""
+    """Keys that need each other."""
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield "algorithm.kl_ctrl.type=adaptive has no effect with algorithm.use_kl_in_reward=false: set one of them"
@@ -76,7 +76,7 @@ def _truncated(config: PPOConfig) -> Iterator[str]:
 
 
 def warnings(config: PPOConfig) -> Iterator[str]:
-    """What runs and does less than it seems to."""
+    """Warnings about settings that have less effect than they seem to."""
     validation = config.actor_rollout_ref.rollout.val_kwargs
     if validation.n > 1 and (not validation.do_sample or validation.temperature == 0):
         greedy = "temperature=0.0" if validation.do_sample else "do_sample=false"
@@ -88,7 +88,7 @@ def warnings(config: PPOConfig) -> Iterator[str]:
 
 
 def estimators(config: PPOConfig) -> Iterator[str]:
-    """What estimators, and whoever chooses what they see, need."""
+    """The settings that estimators, and the filters of their samples, need."""
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     filters = algorithm.filter_groups
     if filters.enable and not filters.metric:

@@ -1,4 +1,4 @@
-"""Whether there is a critic where one is needed, and whether it fits batches and ranks."""
+"""Checks whether a needed critic is configured, and fits batches and ranks."""
 
 from __future__ import annotations
 

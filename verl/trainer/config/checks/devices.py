@@ -1,4 +1,4 @@
-"""Whether trainer ranks and rollout engines fit their machines."""
+"""Checks whether trainer ranks and rollout engines fit their machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def placement(config: PPOConfig) -> Iterator[str]:
 
 
 def counts(config: PPOConfig) -> Iterator[str]:
-    """Sharding groups are made of the trainer's ranks; so, on accelerators, are replicas that are not separate."""
+    """Sharding groups divide the trainer ranks; on accelerators, so do colocated replicas."""
     from verl.utils.device import resolve_device
 
     ranks, rollout = config.trainer.world_size, config.actor_rollout_ref.rollout

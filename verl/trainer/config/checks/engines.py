@@ -1,4 +1,4 @@
-"""Whether training engine and checkpoint engine can do what the job needs."""
+"""Checks whether training engine and checkpoint engine support the job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.workers.config import PPOConfig
 
 
 def reference(config: PPOConfig) -> Iterator[str]:
-    """Megatron's process groups belong to the process, and the reference policy shares the actor's."""
+    """With Megatron the reference policy shares the actor's process groups, so both need the same ones."""
     policy = config.actor_rollout_ref
     if policy.actor.strategy == "megatron" and (other := policy.ref.megatron.differences(policy.actor.megatron)):
         yield (
@@ -29,7 +29,7 @@ def lora(config: PPOConfig) -> Iterator[str]:
 
 
 def exact(config: PPOConfig) -> Iterator[str]:
-    """What `rollout.exact` has not been tried with, and what computes with other kernels or other weights."""
+    """Settings with which `rollout.exact` is untested, or that use other kernels or weights."""
     from verl.utils.device import resolve_device
 
     policy = config.actor_rollout_ref
@@ -64,7 +64,7 @@ def exact(config: PPOConfig) -> Iterator[str]:
 
 
 def checkpoint_engine(config: PPOConfig) -> Iterator[str]:
-    """The backend exists, its options are right, and it can do what this job needs. Runs after `user_modules`."""
+    """The backend exists, its options are valid, and it supports this job. Runs after `user_modules`."""
     from verl.checkpoint_engine.registry import resolve_backend
     from verl.utils.device import resolve_device
 

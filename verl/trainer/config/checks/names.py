@@ -1,4 +1,4 @@
-"""Whether files are there, and whether somebody knows the names that are looked up."""
+"""Checks whether files exist, and whether looked-up names are registered."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def user_modules(config: PPOConfig) -> Iterator[str]:
 
 
 def registered_names(config: PPOConfig) -> Iterator[str]:
-    """Names that registries know. Runs after `user_modules`, which may have added some."""
+    """Names must be in their registries. Runs after `user_modules`, which may register some."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
     from verl.workers.engine.registry import TrainEngineRegistry
     from verl.workers.reward_manager import get_reward_manager_cls

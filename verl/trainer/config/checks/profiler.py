@@ -1,4 +1,4 @@
-"""Whether what shall be traced can be, with the chosen tool."""
+"""Checks whether the chosen tool can trace what is configured."""
 
 from __future__ import annotations
 

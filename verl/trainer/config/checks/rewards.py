@@ -1,4 +1,4 @@
-"""Whether what scores responses can be served."""
+"""Checks whether the reward model can be served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether batches, sequences and the trainer's ranks go into each other."""
+"""Checks whether batches and sequences divide over the trainer ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl.workers.config.critic import CriticModelConfig
 
 
 def batch_sizes(config: PPOConfig) -> Iterator[str]:
-    """The batch of a step splits evenly into optimizer steps, and every rank has a part in each of those."""
+    """A step's batch divides evenly into optimizer steps, and each of these over the ranks."""
     trainer, policy = config.trainer, config.actor_rollout_ref
     prompts, responses = config.data.train_batch_size, policy.rollout.n
     mini, ranks = policy.actor.ppo_mini_batch_size, trainer.world_size
@@ -80,7 +80,7 @@ def times(sharers: int) -> str:
 
 
 def sharing(config: PPOConfig) -> Iterator[str]:
-    """Ranks that compute each sequence together are groups of the trainer's ranks."""
+    """Ranks that share a sequence form groups that divide the trainer ranks."""
     policy, ranks, where = config.actor_rollout_ref, config.trainer.world_size, "actor_rollout_ref"
     told: set[int] = set()
     for name, section in (("actor", policy.actor.fsdp_config), ("ref", policy.ref.fsdp_config)):

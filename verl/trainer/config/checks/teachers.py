@@ -1,4 +1,4 @@
-"""Whether the teachers of a run fit their devices, the data, and the engine that trains."""
+"""Checks whether the teachers of a run fit their devices, the data, and the training engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl.workers.config.distillation import ONLY_TEACHER, TeacherConfig
 
 
 def distillation(config: PPOConfig) -> Iterator[str]:
-    """A line for everything that is wrong with the teachers of a run."""
+    """A line for each problem with the teachers of a run."""
     from verl.utils.device import resolve_device
 
     chosen = config.distillation

@@ -1,4 +1,4 @@
-"""From values of verl's keys to values of ours, where they are not the same. Used by the table in `keys`."""
+"""Converts values of verl's keys to ours where they differ. Used by the table in `keys`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FSDP = ("fsdp", "fsdp2")
 
 
 def one_of(*values: Any) -> Callable[[Any, Values], bool]:
-    """True and 1 are two values."""
+    """Whether the value is one of `values`; True and 1 differ."""
     return lambda value, _: any(
         value == known and isinstance(value, bool) == isinstance(known, bool) for known in values
     )
 
 
 def engine_of(value: Any, _: Values) -> Any:
-    """`model_engine` chooses the files of a whole engine: `dp` leaves what the strategies say."""
+    """verl's `model_engine` chooses a whole engine's files. `dp` leaves the strategies unchanged."""
     if value in ("dp", "fsdp", "legacy"):
         return None
     if value == "megatron":
@@ -34,7 +34,7 @@ def engine_of(value: Any, _: Values) -> Any:
 
 
 def fsdp_strategy(value: Any, at: Values) -> Any:
-    """With another engine the section means nothing."""
+    """The strategy if the actor's engine is FSDP: with another engine the section has no effect."""
     return value if at(f"{_ACTOR}.strategy") in _FSDP else None
 
 
@@ -44,18 +44,18 @@ def same_family(value: Any, at: Values) -> bool:
 
 
 def is_actors(name: str) -> Callable[[Any, Values], bool]:
-    """Whether it is null or what the actor has as `name`."""
+    """Whether the value is null or the actor's value of `name`."""
     return lambda value, at: value is None or value == at(f"{_ACTOR}.megatron.{name}")
 
 
 def of_same_checkpoint(value: Any, at: Values) -> bool:
-    """Whether the reference policy is read from where the actor is."""
+    """Whether the reference policy is read from the actor's checkpoint."""
     key = "megatron.dist_checkpointing_path"
     return not value or at(f"actor_rollout_ref.ref.{key}") in (None, "", at(f"{_ACTOR}.{key}"))
 
 
 def by_ranks(value: Any, at: Values) -> Any:
-    """verl's deprecated sizes count over all ranks."""
+    """A size per rank from verl's deprecated size, which counts over all ranks."""
     if value is None:
         return None
     return max(1, value // _ranks(at)) if isinstance(value, int) else value
@@ -83,22 +83,22 @@ def on_lr(section: str) -> Callable[[Any, Values], Any]:
 
 
 def below_lora(value: Any, at: Values) -> Any:
-    """Without adapters it means nothing."""
+    """The value if there are adapters, else None: it has no effect."""
     return value if at(f"{_MODEL}.lora.rank") or at(f"{_MODEL}.lora_rank") else None
 
 
 def adapters_alike(value: Any, at: Values) -> bool:
-    """Whether no layer is excluded, as far as names can tell, or there are no adapters."""
+    """Whether no layer is excluded by name, or there are no adapters."""
     return value in (None, "", [], "DONT_EXCLUDE") or not (at(f"{_MODEL}.lora.rank") or at(f"{_MODEL}.lora_rank"))
 
 
 def computed_in(value: Any, at: Values) -> bool:
-    """Whether adapters have this dtype in the computation, as the layers have beside which they are."""
+    """Whether this is the dtype in which the layers, and so their adapters, compute."""
     return value in (None, "bfloat16", at(f"{_ACTOR}.megatron.dtype") or "bfloat16")
 
 
 def at_most_turns(value: Any, at: Values) -> Any:
-    """After so many turns of the user, which are the tools' answers, one more of the assistant follows."""
+    """The limit of assistant turns: one more than the limit of user turns, which are the tools' answers."""
     if value is None:
         return None
     present = at(f"{_ROLLOUT}.multi_turn.max_assistant_turns")
@@ -108,7 +108,7 @@ def at_most_turns(value: Any, at: Values) -> Any:
 
 
 def scraped(value: Any, at: Values) -> int | None:
-    """A port of the driver for Prometheus: that of the launch, else any that is free."""
+    """A port of the driver for Prometheus: the launch's, else 0 for any free one."""
     if not value:
         return None
     present = at("trainer.metrics_port")
@@ -116,9 +116,9 @@ def scraped(value: Any, at: Values) -> int | None:
 
 
 def rejections(value: Any, at: Values) -> Any:
-    """verl's older names, those of a ratio over a token, a sequence, or its geometric mean.
+    """Converts verl's older names: ratio over a token, a sequence, or a sequence's geometric mean.
 
-    Raises ConfigError for two bounds: theirs were those of the inverse ratio. One is the same either way.
+    Raises ConfigError for two bounds: the older ones bound the inverse ratio. One bound means the same in both.
     """
     older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
     if not isinstance(value, str) or value not in older:
@@ -143,7 +143,7 @@ def _inverse(bound: str) -> str:
 
 
 def policy_loss(value: Any, at: Values) -> Any:
-    """verl's name of the loss that its `bypass_mode` puts in the place of any other. Raises ConfigError without."""
+    """The loss that verl computes with `bypass_mode`. Raises ConfigError without `use_rollout_log_probs`."""
     if value != "bypass_mode":
         return value
     if at("actor_rollout_ref.actor.use_rollout_log_probs") is not True:
@@ -155,7 +155,7 @@ def policy_loss(value: Any, at: Values) -> Any:
 
 
 def format_of_load(value: Any, _: Values) -> Any:
-    """Where an engine's first weights come from: verl's names for files that vLLM finds itself."""
+    """The source of an engine's first weights; `auto` for verl's names of formats that vLLM detects itself."""
     if isinstance(value, str) and value.startswith("dummy"):
         return "dummy"
     return {"safetensors": "auto", "hf": "auto", "megatron": "auto"}.get(value, value)
@@ -172,7 +172,7 @@ def loggers(value: Any, _: Values) -> Any:
 
 
 def profiler_tool(value: Any, at: Values) -> Any:
-    """Nothing is traced without steps, whatever the tool."""
+    """None for a known tool without steps, which traces nothing."""
     known = isinstance(value, str) and value in (*DEVICES_OF_TOOL, "precision_debugger")
     return None if known and not at("global_profiler.steps") else value
 
@@ -182,14 +182,14 @@ def profiled_steps(value: Any, at: Values) -> Any:
 
 
 def profiles(value: Any, at: Values) -> Any:
-    """verl has a tool and no steps, and traces nothing; so it is for a tool of devices that are not here."""
+    """False if nothing is traced: without steps, as in verl, or with a tool for other devices."""
     tool = at("global_profiler.tool")
     nothing = tool is not None and (not at("global_profiler.steps") or not _traces_here(tool, at))
     return False if value is True and nothing else value
 
 
 def profiles_rollouts(value: Any, at: Values) -> Any:
-    """With other tools verl traces them by ways that are not here."""
+    """False unless the tool is `torch` and has steps: other tools do not trace rollouts here."""
     traced = at("global_profiler.tool") == "torch" and at("global_profiler.steps")
     return False if value is True and not traced else value
 
@@ -212,7 +212,7 @@ def dtype_of(value: Any, _: Values) -> Any:
 
 
 def kl_name(value: Any, _: Values) -> Any:
-    """verl has two names for each estimator."""
+    """One name for each estimator, for which verl has two."""
     if not isinstance(value, str):
         return value
     name = value.removesuffix("+")
@@ -220,7 +220,7 @@ def kl_name(value: Any, _: Values) -> Any:
 
 
 def divides_ranks(value: Any, at: Values) -> Any:
-    """As many as there are, or more, is all of them."""
+    """-1 (all ranks) for a size of at least the number of ranks."""
     return -1 if isinstance(value, int) and value >= _ranks(at) else value
 
 
@@ -231,7 +231,7 @@ def _ranks(at: Values) -> int:
 
 
 def shared_by(fsdp: str) -> Callable[[Any, Values], Any]:
-    """How many ranks share a sequence, said outside of the section `fsdp`: verl lets 1 stand for what that says."""
+    """Ranks per sequence, set outside of the section `fsdp`; as in verl, 1 leaves that section's value."""
 
     def convert(value: Any, at: Values) -> Any:
         present = at(f"{fsdp}.ulysses_sequence_parallel_size")
@@ -245,7 +245,7 @@ def shared_by(fsdp: str) -> Callable[[Any, Values], Any]:
 
 
 def critic_strategy(value: Any, _: Values) -> Any:
-    """FSDP1 and FSDP2 cut a model in the same way."""
+    """`fsdp2` for `fsdp`: both shard a critic in the same way."""
     return "fsdp2" if value == "fsdp" else value
 
 

@@ -1,7 +1,7 @@
-"""Keys of verl that are not keys here: where they went, why they change nothing, or why they are refused.
+"""verl's keys that are no keys here: their new place, why they have no effect, or why they are refused.
 
-A script of verl's is told so instead of being misunderstood. One table, as data; `sections` has what of it stands in
-several places, `rules` the kinds of rules, `translation` applies them. docs/coming-from-verl.md is generated from it.
+One table, as data: `sections` has the parts that occur in several places, `rules` the kinds of rules, and `translation`
+applies them. docs/coming-from-verl.md is generated from it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What becomes of a key that verl has and this project has not, or has elsewhere: three kinds of rules.
+"""Three kinds of rules for a key of verl that this project lacks or has elsewhere.
 
-The rules themselves are data, in `keys`. They are only consulted for keys that are unknown here.
+The rules themselves are data, in `keys`. They apply only to keys that are unknown here.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ ALL_KEYS = Path(__file__).with_name("verl_0_9.tsv")
 
 
 class Values(Protocol):
-    """What the run has under a full dotted key, ours or verl's; None where it has nothing."""
+    """Returns the run's value of a full dotted key, ours or verl's; None if unset."""
 
     def __call__(self, dotted: str) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """It is here under another name, or in another place, or in other units: each of `to` gets its value."""
+    """The key has another name, place or unit here: each of `to` gets its value."""
 
     to: tuple[str, ...]
     convert: Callable[[Any, Values], Any] | None = None
-    """From verl's value to ours, None: what is there stays. Raises ConfigError for a value that has no equal here."""
+    """Converts verl's value to ours; None leaves the present one. Raises ConfigError for a value without an equal."""
     why: str = ""
-    """What is worth saying about it; empty: nothing is lost or changed."""
+    """A remark for the user; empty if nothing is lost or changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoEffect:
-    """It is accepted and changes nothing: the run computes what it would compute in verl."""
+    """The key is accepted without effect: the run computes the same as verl."""
 
     why: str
     only: Callable[[Any, Values], bool] | None = None
-    """Values for which that is so; None: all of them."""
+    """The values for which this holds; None for all."""
     otherwise: str = ""
-    """What is said of the others, which are refused."""
+    """The error for all other values, which are refused."""
     costs: Callable[[Any, Values], bool] | None = None
-    """Values with which verl would need less memory or time than this run: a warning when it starts."""
+    """Values with which verl would need less memory or time: the run warns of them at its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Not here, with what to use instead, or why nothing is needed."""
+    """The key is refused; `why` names the alternative, or why none is needed."""
 
     why: str
 
@@ -57,15 +57,15 @@ Rule = Moved | NoEffect | Refused
 
 
 def as_only_teacher(dotted: str) -> str:
-    """`dotted` with the name that verl's files give a teacher in the place of any other, which the user chooses."""
+    """`dotted` with the user's name of a teacher replaced by the one in verl's files."""
     return re.sub(r"^(distillation\.teacher_models)\.[^.]+\.", r"\1.teacher_model.", dotted)
 
 
 def find_rule(rules: Mapping[str, Rule], dotted: str) -> Rule | None:
-    """The most specific one, and for every teacher those of verl's only one.
+    """The most specific rule for a key. All teachers have the rules of verl's only one.
 
-    A name that ends in `.*` covers the section and everything below it; in a `Moved` of that kind, what the star stands
-    for stands at the end of `to`, too.
+    A name that ends in `.*` covers the section and everything below it; a `Moved` of that kind appends what the star
+    stands for to `to`.
     """
     dotted = as_only_teacher(dotted)
     if dotted in rules:
@@ -83,7 +83,7 @@ def find_rule(rules: Mapping[str, Rule], dotted: str) -> Rule | None:
 
 @cache
 def known_to_verl() -> Mapping[str, Sequence[Any]]:
-    """Every key of verl 0.9 with its defaults: that of the FSDP configuration, and those of the others behind it."""
+    """Every key of verl 0.9 with its defaults: first the FSDP configuration's, then those of the others."""
     lines = ALL_KEYS.read_text(encoding="utf-8").splitlines()
     rows = [line.split("\t") for line in lines if line and not line.startswith("#")]
     return {row[0]: [json.loads(cell) for cell in row[1:]] for row in rows}
@@ -105,7 +105,7 @@ def is_verls(dotted: str) -> bool:
 
 
 def is_verls_default(dotted: str, value: Any) -> bool:
-    """Whether verl does the same without it."""
+    """Whether `value` is a default of verl's key."""
     return any(_same(value, default) for default in known_to_verl().get(as_only_teacher(dotted), ()))
 
 

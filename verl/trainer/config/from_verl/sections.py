@@ -1,4 +1,4 @@
-"""Rules of sections that verl has in several places: below actor, ref and critic, in `reward` and `reward_model`."""
+"""Rules for sections that verl has in several places: below actor, ref and critic, in `reward` and `reward_model`."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def is_true(value: Any, _: Values) -> bool:
 
 
 def off(what: str) -> NoEffect:
-    """A feature that is not here, in the words that switch it off."""
+    """The rule for a key that switches an unsupported feature off."""
     return NoEffect(why="it is off", only=one_of(False, None), otherwise=what)
 
 
 def of_mtp(section: str) -> dict[str, Rule]:
-    """Multi-token prediction: drafts change no sample's probability, and a detached head no other parameter."""
+    """Rules for multi-token prediction: drafts do not change probabilities, a detached head no other parameter."""
 
     def leaves_the_policy(value: Any, at: Values) -> bool:
         trains = value and at(f"{section}.enable_train")
@@ -98,7 +98,7 @@ def offloading(section: str) -> dict[str, Rule]:
 
 
 def of_megatron(section: str) -> dict[str, Rule]:
-    """What every `megatron` section of verl has."""
+    """Rules for every `megatron` section of verl."""
     return {
         f"{section}.context_parallel_size": NoEffect(why=MORE_THAN_1, costs=above_1),
         **offloading(section),
@@ -135,7 +135,7 @@ def of_megatron(section: str) -> dict[str, Rule]:
 
 
 def of_router_replay(section: str, why: str) -> dict[str, Rule]:
-    """Router replay of what has one pass over a batch."""
+    """Rules for router replay of a role with one pass over a batch."""
     return {
         f"{section}.mode": NoEffect(why="it is off", only=one_of("disabled"), otherwise=why),
         f"{section}.record_file": NoEffect(
@@ -166,7 +166,7 @@ def as_actor(section: str, why: str) -> dict[str, Rule]:
 
 
 def of_fsdp(section: str) -> dict[str, Rule]:
-    """What every `fsdp_config` of verl has."""
+    """Rules for every `fsdp_config` of verl."""
     return {
         f"{section}.offload_policy": Moved(
             to=(f"{section}.param_offload", f"{section}.optimizer_offload"),
@@ -190,12 +190,12 @@ def of_fsdp(section: str) -> dict[str, Rule]:
 
 
 def of_profiler(section: str) -> dict[str, Rule]:
-    """Sections whose ranks are in the traces of the actor's."""
+    """Rules for profiler sections of roles that the actor's traces include."""
     return {f"{section}.profiler.*": NoEffect(why=f"it is in the traces of {ACTOR}.profiler")}
 
 
 def of_ranks(section: str, fsdp: str, budget: str) -> dict[str, Rule]:
-    """What verl has below actor, ref and critic alike."""
+    """Rules for the keys that verl has below actor, ref and critic alike."""
     return {
         f"{section}.ulysses_sequence_parallel_size": Moved(
             to=(f"{fsdp}.ulysses_sequence_parallel_size",), convert=shared_by(fsdp)
@@ -290,7 +290,7 @@ def rank_0(what: str) -> NoEffect:
 
 
 def reward_model() -> dict[str, Rule]:
-    """verl 0.9 has it in `reward`, 0.7 in `reward_model`."""
+    """Rules for the reward model: verl 0.9 has it in `reward`, 0.7 in `reward_model`."""
     theirs, engines = "reward.reward_model", "the engine's own way; how text is sampled stands in the requests"
     same: tuple[str, ...] = (
         "name",
@@ -335,7 +335,7 @@ def reward_model() -> dict[str, Rule]:
 
 
 def reward() -> dict[str, Rule]:
-    """The rest of verl 0.9's section `reward`."""
+    """Rules for the rest of verl 0.9's section `reward`."""
     return {
         **{
             key: NoEffect(
@@ -349,7 +349,7 @@ def reward() -> dict[str, Rule]:
 
 
 def of_teachers(teacher: str) -> dict[str, Rule]:
-    """Of every teacher, whatever its name."""
+    """Rules for every teacher."""
     section = f"{teacher}.inference"
     scored = "whole sequences are scored, of data.max_prompt_length + data.max_response_length tokens"
     return {

@@ -1,4 +1,4 @@
-"""Keys of verl that are keys here, too, whose values have other names here."""
+"""Keys that verl and this project share, but whose values have other names here."""
 
 from __future__ import annotations
 
@@ -84,4 +84,4 @@ REASONS = {
     "global_profiler.tool": "nothing is traced",
     "trainer.resume_from_path": "only trainer.resume_mode=resume_path goes on from there",
 }
-"""Why a value of `SPELLINGS` is another one here, where that is not plain."""
+"""Why a value of `SPELLINGS` has another name here, where that is not obvious."""

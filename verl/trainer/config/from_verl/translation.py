@@ -1,6 +1,6 @@
-"""From what a launch of verl's says to keys and values of this project, by the table in `keys`.
+"""Translates the keys and values of a launch of verl into this project's, by the table in `keys`.
 
-Nothing is swallowed: what is taken over is said in a `Note` if anything is lost on the way, what is not is a problem.
+No key is ignored silently: a translation that loses anything adds a `Note`, an untranslated key is a problem.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from verl.utils.language_model import SEEING, directory_sees
 
 CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 PICTURES, OTHER_MEDIA = "data.image_key", ("data.video_key", "data.audio_key")
-"""Columns of what models do not read here, or only some. verl's files name them in any run: only who sets one wants it
-read."""
+"""Columns that no model, or only some, reads here. verl's files always name them, so only a key set by the user
+counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """An accepted key that has not the effect that it has in verl."""
+    """An accepted key that lacks its effect in verl."""
 
     key: str
     value: Any
     why: str
     costs: bool = False
-    """The run needs more memory or time than verl's would; the results are the same."""
+    """The run needs more memory or time than in verl; its results are the same."""
 
     def __str__(self) -> str:
         return f"{self.key}={written(self.value)}: {self.why}"
@@ -51,11 +51,11 @@ class Translation:
     values: dict[str, Any]
     notes: list[Note]
     problems: list[str]
-    """Lines about keys of verl's that cannot be taken over."""
+    """Lines about verl's keys that cannot be translated."""
     unknown: list[str]
-    """Keys that neither side has."""
+    """Keys that neither verl nor this project has."""
     refused: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of verl's that are not here, by the reason; a line each in `problems`."""
+    """verl's keys that are refused, by the reason; `problems` has a line for each reason."""
 
 
 def rule_of(dotted: str) -> Rule | None:
@@ -63,7 +63,7 @@ def rule_of(dotted: str) -> Rule | None:
 
 
 def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Translation:
-    """`values` with keys of this project alone. `explicit` are the keys that the command line sets."""
+    """`values` translated to keys of this project. `explicit` are the keys that the command line sets."""
     result = Translation(values=_copy(values), notes=[], problems=[], unknown=[])
     foreign = dict(_foreign(values))
     for key in foreign:

@@ -37,7 +37,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 PAUSED = (
     "an engine that had begun to load reads the files again, or pulls again: a process that stays behind sees to it. "
-    "With --load-metas-file and several endpoints or hosts, it stays paused until an update succeeds"
+    "With --load-metas-file, one whose ranks are on several hosts stays paused until an update succeeds"
 )
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]

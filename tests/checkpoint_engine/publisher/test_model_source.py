@@ -88,6 +88,14 @@ def with_hook(change: Any) -> nn.Module:
     return nn.Sequential(layer)
 
 
+def quantized() -> nn.Module:
+    """As bitsandbytes' `Linear8bitLt`, whose state dict has the scales, too."""
+    layer = with_hook(lambda state, prefix: state.update({f"{prefix}SCB": torch.ones(2)}))
+    layer[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    layer[0].weight.SCB = torch.ones(2)
+    return layer
+
+
 def renamed(state: dict[str, Any], prefix: str) -> None:
     state[f"{prefix}fused"] = state.pop(f"{prefix}weight")
 
@@ -190,6 +198,7 @@ def test_tensors_without_values_are_refused_by_name():
         (nn.Sequential(with_plain_weight(nn.Linear(2, 2))), "no parameters, but plain tensors .*: 0.weight"),
         (with_attribute("ds_id", 0), "weight is divided among ranks by DeepSpeed's ZeRO-3"),
         (with_attribute("quant_state", "4 bits"), "weight is packed by bitsandbytes"),
+        (quantized(), "0.weight is quantized by bitsandbytes: dequantize the model"),
         (WithValueHead(), "has other names or tensors than its modules: pretrained_model.0.weight"),
         (with_hook(renamed), "has other names or tensors than its modules: 0.weight"),
         (with_hook(dequantized), "has other names or tensors than its modules: 0.weight"),

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -139,17 +140,26 @@ def test_an_update_that_is_killed_before_it_loads_leaves_no_server_paused(shm: P
 
 @contextmanager
 def killed_update(
-    given: Path, ranks: int, amid: Callable[[], object] = lambda: None, option: str = "--checkpoint-path"
-) -> Iterator[StandIn]:
-    """A server whose `update` out of what is `given` was killed, every process of it, while workers load. `amid`:
-    called then, when they are dead."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", update.__name__, option, str(given)]
-    with stand_in(ranks) as (vllm, url):
-        num_killed = []
+    given: Path,
+    ranks: int,
+    amid: Callable[[], object] = lambda: None,
+    option: str = "--checkpoint-path",
+    servers: int = 1,
+) -> Iterator[list[StandIn]]:
+    """Servers whose `update` out of what is `given` was killed, every process of it, while workers of all of them load.
+    `amid`: called then, when they are dead."""
+    processes = str(ranks * servers)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", processes, "--master-port", str(free_port())]
+    command = [sys.executable, *(launcher if processes != "1" else []), "-m", update.__name__, option, str(given)]
+    with ExitStack() as stack:
+        served = [stack.enter_context(stand_in(ranks)) for _ in range(servers)]
+        num_killed: list[int] = []
+        all_load = threading.Barrier(ranks * servers)
 
         def kill() -> None:
-            if not num_killed:
+            if num_killed:
+                return
+            if all_load.wait(60) == 0:
                 num_killed.append(1)
                 family = [process, *psutil.Process(process.pid).children(recursive=True)]
                 for one in family:
@@ -157,15 +167,18 @@ def killed_update(
                 psutil.wait_procs(family[1:])
                 amid()
 
-        vllm.while_loading = kill
-        arguments = ["--endpoint", url, "--inference-parallel-size", str(ranks), "--weight-version", "2"]
-        with subprocess.Popen([*command, *arguments]) as process:
+        for vllm, _ in served:
+            vllm.while_loading = kill
+        arguments = ["--inference-parallel-size", str(ranks), "--weight-version", "2"]
+        with subprocess.Popen([*command, *arguments, "--endpoint", *(url for _, url in served)]) as process:
             assert process.wait() == -signal.SIGKILL
-        yield vllm
+        yield [vllm for vllm, _ in served]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_update_from_another_job_that_is_killed_while_it_loads_is_made_again(ranks: int, shm: Path, tmp_path: Path):
+@pytest.mark.parametrize(("ranks", "servers"), [(1, 1), (2, 1), (1, 2)])
+def test_an_update_from_another_job_that_is_killed_while_it_loads_is_made_again(
+    ranks: int, servers: int, shm: Path, tmp_path: Path
+):
     weights = {"w": torch.arange(24.0).view(8, 3), "one": torch.tensor(2.0)}
     file, metas = tmp_path / "files" / "model.safetensors", tmp_path / "metas"
     file.parent.mkdir()
@@ -174,11 +187,12 @@ def test_an_update_from_another_job_that_is_killed_while_it_loads_is_made_again(
     with subprocess.Popen([sys.executable, "-m", update.__name__, *holding]) as holder:
         try:
             assert soon(metas.exists, timeout_s=300)
-            with killed_update(metas, ranks, option="--load-metas-file") as vllm:
-                assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [], timeout_s=300)
-                assert vllm.version == "2"
-                assert all(torch.equal(vllm.weights[name], tensor) for name, tensor in weights.items())
-                assert vllm.holders == {None}
+            with killed_update(metas, ranks, option="--load-metas-file", servers=servers) as served:
+                for vllm in served:
+                    assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [], timeout_s=300)  # noqa: B023
+                    assert vllm.version == "2"
+                    assert all(torch.equal(vllm.weights[name], tensor) for name, tensor in weights.items())
+                    assert vllm.holders == {None}
         finally:
             holder.kill()
 
@@ -194,13 +208,26 @@ def test_what_is_made_again_is_not_made_again_again():
     assert parse(["--checkpoint-path", "d", "--endpoint", "http://h"], None, "update").again("2") == []
 
 
+@pytest.mark.parametrize(
+    ("rank", "per_host", "repeated"), [(0, 4, "http://a"), (2, 4, "http://b"), (2, 2, "http://b"), (2, 3, None)]
+)
+def test_each_engine_whose_ranks_are_on_one_host_is_updated_again(
+    rank: int, per_host: int, repeated: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    for name, number in {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": per_host}.items():
+        monkeypatch.setenv(name, str(number))
+    given = ["--load-metas-file", "f", "--endpoint", "http://a", "http://b", "--inference-parallel-size", "2"]
+    command = parse(given, None, "update").again("2")
+    assert command[command.index("--endpoint") + 1 :][:1] == [repeated] if repeated else command == []
+
+
 def assert_loads_again(ranks: int, files: Path, shm: Path) -> None:
     weights = {"w": torch.arange(24.0).view(8, 3), "empty": torch.ones(0, 3), "one": torch.tensor(2.0)}
     parts = [dict(list(weights.items())[:1]), dict(list(weights.items())[1:])]
     files.mkdir()
     for number, part in enumerate(parts):
         save_file(part, files / f"{number}.safetensors")
-    with killed_update(files, ranks) as vllm:
+    with killed_update(files, ranks) as (vllm,):
         assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [])
         assert vllm.version == "2"
         assert vllm.weights.keys() == weights.keys()
@@ -227,7 +254,7 @@ def test_files_that_are_not_those_of_the_update_are_not_loaded_under_its_name(ch
         if change == "written anew":
             save_file({"w": torch.zeros(8, 3)}, file)
 
-    with killed_update(file.parent, 1, amid) as vllm:
+    with killed_update(file.parent, 1, amid) as (vllm,):
         assert soon(lambda: list(shm.glob("verl-*")) == [])
         assert (vllm.version, vllm.paused) == ("default", True)
         with pytest.raises(ActivationError, match="does not go on: a load of weights has begun and not ended"):

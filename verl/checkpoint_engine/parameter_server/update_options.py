@@ -44,15 +44,16 @@ class Options:
         return len(self.endpoints) * self.parallel_size
 
     def again(self, version: str) -> list[str]:
-        """The command with which a rescue repeats a killed update from another job's weights. Empty for several engines
-        or hosts, whose ranks would have to meet again."""
-        is_on_one_host = (envs.local_world_size() or 1) == self.world_size == self.num_workers
-        if self.load_metas_file is None or self.after_another or len(self.endpoints) != 1 or not is_on_one_host:
+        """The command with which a rescue repeats a killed update from another job's weights, for the engine that this
+        rank feeds. Empty if the ranks that feed it are not all on this host."""
+        number, per_host = self.rank // self.parallel_size, envs.local_world_size() or 1
+        hosts = {rank // per_host for rank in range(number * self.parallel_size, (number + 1) * self.parallel_size)}
+        if self.load_metas_file is None or self.after_another or len(hosts) != 1:
             return []
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.parallel_size}", "-m"]
         return [
             *(sys.executable, "-m", *(launcher if self.parallel_size > 1 else ()), f"{PACKAGE}.update"),
-            *("--load-metas-file", str(self.load_metas_file.resolve()), "--endpoint", *self.endpoints),
+            *("--load-metas-file", str(self.load_metas_file.resolve()), "--endpoint", self.endpoints[number]),
             *("--inference-parallel-size", str(self.parallel_size), "--weight-version", version),
             *("--pause-mode", self.pause_mode, "--timeout-s", str(self.timeout_s), AFTER_ANOTHER),
             *(["--skip-model-check"] if self.skip_model_check else ()),

@@ -103,8 +103,6 @@ class ModelSource:
                 raise ConfigError(f"{name} is {kind}, not a plain tensor: push its values in order (to_dense())")
             if dtype not in ITEMSIZE:
                 raise ConfigError(f"{name} is {dtype}, which is not sent. These are: {', '.join(ITEMSIZE)}")
-            if why := next((why for one, why in KEPT_ELSEWHERE.items() if getattr(tensor, one, None) is not None), ""):
-                raise ConfigError(f"{name} is {why}, or pass named tensors")
             if not _has_memory(tensor):
                 raise ConfigError(
                     f"{name}, a {type(tensor).__name__}, has no memory of its own: push plain tensors of its values"
@@ -207,11 +205,18 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
+def _require_kept_in(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if why := next((why for one, why in KEPT_ELSEWHERE.items() if getattr(tensor, one, None) is not None), ""):
+            raise ConfigError(f"{name} is {why}, or pass named tensors")
+
+
 def _mapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = dict(tensors)
     for name, tensor in found.items():
         if not isinstance(name, str) or not name or not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"named tensors are torch tensors under names, not {name!r}: {type(tensor).__name__}")
+    _require_kept_in(found)
     return found
 
 
@@ -240,6 +245,7 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if (cleaned := _cleaned(name)) in found:
             raise ConfigError(f"two tensors are {cleaned} without the names of wrappers: pass named tensors")
         found[cleaned] = tensor
+    _require_kept_in(found)  # of what bitsandbytes has packed a state_dict has parts with other names, or there is none
     if others := _named_otherwise(model, found):
         raise ConfigError(
             f"its state_dict() has other names or tensors than its modules: {listed(others)}. Push the module that the "

@@ -651,8 +651,8 @@ def table(packages: Sequence[str], found: Mapping[Place, dict[str, Any]], usual:
     slow = sorted((file for file in took if took[file] > QUICK_S), key=lambda file: (-alone[file], -finds[file], file))
     return "\n".join(
         [
-            f"| package | mutants | found | by a file of at most {QUICK_S:.0f} s | survived | and no test runs them | "
-            "and further tests run them |",
+            f"| package | mutants | found | of these by a file of at most {QUICK_S:.0f} s | survived | survived: no "
+            "test runs them | survived: further tests run them |",
             "|---|---:|---:|---:|---:|---:|---:|",
             *(f"| `{name}` | {' | '.join(map(str, row))} |" for name, row in rows.items()),
             "",

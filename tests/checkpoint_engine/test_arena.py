@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,6 +153,17 @@ def test_a_reader_keeps_its_version_untouched_while_the_writer_takes_the_slot(ar
             commit(arena, version)
         assert view.tensor(LAYOUT.specs[0]).unique().tolist() == [1]
     assert served(arena, 3) == {3}
+
+
+def test_whoever_writes_into_a_committed_version_is_killed(arena: NodeArena):
+    commit(arena, 1)
+    with open_committed(arena.directory, 1) as (_, view):
+        if not (writer := os.fork()):
+            faulthandler.disable()
+            view.bytes.zero_()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == -signal.SIGSEGV
+        assert torch.equal(dict(view.tensors())["w"], torch.full((64, 32), 1.0))
 
 
 def test_a_writer_that_should_be_gone_cannot_damage_the_next_version(arena: NodeArena):

@@ -1,4 +1,4 @@
-"""Agent loops: how one prompt becomes one trajectory, and how many of them run at once.
+"""Agent loops turn prompts into trajectories, many at once.
 
 AgentLoopManager (driver) --samples--> AgentLoopWorker (Ray actors) --one AgentLoopBase per sample-->
     ServerManager (in the worker) --token ids--> rollout servers
@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.tools import BaseTool
 from verl.experimental.agent_loop.worker import AgentLoopWorker
 
 AsyncLLMServerManager = ServerManager
-"""verl's name for it."""
+"""verl's name for `ServerManager`."""
 
 __all__ = [
     "AgentLoopBase",

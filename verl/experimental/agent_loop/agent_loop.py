@@ -1,4 +1,4 @@
-"""verl's place for agent loops and who runs them."""
+"""verl's import path of agent loops, their workers and managers."""
 
 from verl.experimental.agent_loop.base import AgentLoopBase, DictConfigWrap
 from verl.experimental.agent_loop.manager import AgentLoopManager

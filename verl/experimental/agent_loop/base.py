@@ -1,4 +1,4 @@
-"""`AgentLoopBase`: what turns one prompt into one trajectory."""
+"""`AgentLoopBase`, which turns one prompt into one trajectory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokeniz
 
 @dataclass(frozen=True, slots=True)
 class DictConfigWrap:
-    """verl's way to hand a configuration to a loop."""
+    """verl's wrapper of the configuration that a loop gets."""
 
     config: Any
 
@@ -40,7 +40,7 @@ class AgentLoopBase(ABC):
     """
 
     sees = False
-    """Whether `run` gives the sample's pictures to `generate`. Samples with pictures are refused where it does not."""
+    """Whether `run` passes the sample's pictures to `generate`. If not, samples with pictures are refused."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class AgentLoopBase(ABC):
         data_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Called by name, with verl's names. Raises TypeError for further ones, which a subclass has left over."""
+        """All arguments are keywords with verl's names. Raises TypeError for others that a subclass passes on."""
         if kwargs:
             raise TypeError(f"{type(self).__name__} does not know {sorted(kwargs)}")
         self.config: PPOConfig = trainer_config.config
@@ -71,7 +71,7 @@ class AgentLoopBase(ABC):
 
     @classmethod
     def shown_tools(cls, config: PPOConfig) -> Sequence[Any]:
-        """Schemas of the tools that `run` gives `prompt_tokens`. The driver counts prompts with them.
+        """Schemas of the tools that `run` passes to `prompt_tokens`. The driver counts the prompts' tokens with them.
 
         Raises ConfigError for tools that cannot be loaded.
         """
@@ -79,22 +79,21 @@ class AgentLoopBase(ABC):
 
     @classmethod  # noqa: B027 - most loops can use any
     def check_tokenizer(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise ConfigError for a tokenizer that `run` could not use. Called on the driver before anything starts."""
+        """Raise ConfigError for a tokenizer that `run` could not use. Called on the driver before the start."""
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """`kwargs` are the sample's columns: `raw_prompt` (chat messages), `extra_info`, ...
 
         `sampling_params` has the fields of `SamplingOptions`; `max_tokens` is the budget of the whole response, tool
-        answers included.
-        Whatever it raises fails the batch, with the sample named.
+        answers included. Any exception fails the batch; the error names the sample.
         """
 
     async def prompt_tokens(self, sample: Mapping[str, Any], tools: Sequence[Any] | None = None) -> list[int]:
         """Token ids of the sample's `raw_prompt` with the generation prompt, fitted to data.max_prompt_length.
 
-        The data set's own `prompt_ids` are taken where there are any and no tools have to be shown.
-        Raises PromptTooLong for one that does not fit when data.truncation=error.
+        Uses the data set's own `prompt_ids`, if it has them and the prompt shows no tools. Raises PromptTooLong for a
+        longer prompt if data.truncation=error.
         """
         data = self.config.data
         if not tools and sample.get("prompt_ids") is not None:
@@ -136,8 +135,8 @@ class AgentLoopBase(ABC):
         return await self.in_tokenizer_thread(lambda: self.tokenizer.encode(text, add_special_tokens=False))
 
     async def text(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
-        """What the tokens say, to the letter. Some vocabularies count `<tool_call>` and `<think>` among their special
-        tokens."""
+        """The exact text of the tokens, special ones included: in some vocabularies `<tool_call>` and `<think>` are
+        special."""
         tokenizer: Any = self.tokenizer
         return await self.in_tokenizer_thread(
             lambda: tokenizer.decode(
@@ -146,17 +145,17 @@ class AgentLoopBase(ABC):
         )
 
     async def turns(self, tools: Sequence[Any] | None = None) -> Turns:
-        """How the chat template goes on after a message of the policy. Its methods belong in the tokenizer's thread."""
+        """The chat template's text after a message of the policy. Call its methods on the tokenizer's thread."""
         arguments = self.config.data.apply_chat_template_kwargs
         return await self.in_tokenizer_thread(lambda: turns_of(self.tokenizer, tools, arguments))
 
     async def reply_tokens(
         self, replies: Sequence[Mapping[str, Any]], said: Sequence[int], tools: Sequence[Any] | None = None
     ) -> list[int]:
-        """Everything that the chat template puts between the policy's message `said` and its next one.
+        """The tokens that the chat template puts between the policy's message `said` and its next one.
 
-        `replies` are the messages of others in between, `{role, content}`, and `name` for `tool`. They are text: what
-        reads like a special token in them does not become one. The end of `said` is there once, whoever wrote it.
+        `replies` are the messages of others in between: `{role, content}`, with `name` for `tool`. Special tokens in
+        their text become ordinary ones. The end of `said` occurs once, whether the policy or the template wrote it.
         """
         turns = await self.turns(tools)
         return await self.in_tokenizer_thread(lambda: turns.between(replies, said))
@@ -166,7 +165,7 @@ class AgentLoopBase(ABC):
 
 
 def fit_prompt(token_ids: list[int], limit: int, truncation: str) -> list[int]:
-    """At most `limit` tokens, cut as `data.truncation` says. Raises PromptTooLong where that is `error`."""
+    """At most `limit` tokens, cut by `data.truncation`. Raises PromptTooLong if that is `error`."""
     if len(token_ids) <= limit:
         return token_ids
     if truncation == "error":

@@ -1,4 +1,4 @@
-"""From trajectories of different lengths to the tensors of a batch."""
+"""Pads trajectories of different lengths to the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def to_batch(
     """`outputs` (B of them) as a batch with P = `prompt_length` and R = `response_length`.
 
     int64: `prompts` [B, P] padded on the left, `responses`, `response_mask`, `rollout_versions` [B, R] padded on the
-    right, `input_ids`, `attention_mask`, `position_ids` [B, P+R]; float32: `rollout_log_probs` [B, R] if there are any;
-    int16: `routed_experts` [B, P+R, layers, experts per token] likewise.
-    Objects: `__num_turns__`, `__stop_reason__`, `__replicas__`, `__extra_fields__`, and `__reward_score__`, or None.
+    right, `input_ids`, `attention_mask`, `position_ids` [B, P+R]; float32: `rollout_log_probs` [B, R], if any; int16:
+    `routed_experts` [B, P+R, layers, experts per token], if any. Objects: `__num_turns__`, `__stop_reason__`,
+    `__replicas__`, `__extra_fields__`, and `__reward_score__`, or None.
 
-    Raises ValueError for a trajectory that is too long, and when only some have log-probs.
+    Raises ValueError for a trajectory that is too long, and if only some have log-probs.
     """
     for row, output in enumerate(outputs):
         for name, tokens, limit in (

@@ -1,4 +1,4 @@
-"""What agent loops raise on purpose.
+"""The exceptions of agent loops.
 
 AgentLoopError           one sample failed; names it and its loop; the cause is what went wrong
 ├── AgentCodeError       in code of the user's own: the loop, or an interaction

@@ -17,17 +17,17 @@ from verl.workers.config import PPOConfig
 
 T = TypeVar("T")
 DEFAULT_NAME = "gsm8k"
-"""verl's, for samples that name none."""
+"""verl's default for samples without a name of an interaction."""
 
 
 def interactions_of(config: PPOConfig) -> dict[str, BaseInteraction]:
-    """By name. Raises ConfigError for a file that names what cannot be loaded."""
+    """The interactions of a file, by name. Raises ConfigError if one cannot be loaded."""
     path = config.actor_rollout_ref.rollout.multi_turn.interaction_config_path
     return initialize_interactions_from_config(path) if path else {}
 
 
 class Partner:
-    """Who answers the policy in one conversation. Raises AgentCodeError for whatever the interaction raises."""
+    """The interaction of one conversation, which answers the policy. Raises AgentCodeError for its errors."""
 
     def __init__(
         self, interaction: BaseInteraction, options: Mapping[str, Any], thread: ToolThread, timeout_s: float
@@ -43,7 +43,7 @@ class Partner:
         self._instance_id = started if isinstance(started, str) else request_id
 
     async def reply(self, agent_data: AgentData) -> str | None:
-        """What the policy is told after the last of `agent_data.messages`; None if the conversation is over."""
+        """The reply to the last of `agent_data.messages`; None if the conversation is over."""
         messages = [dict(message) for message in agent_data.messages]
         answer = await self._run("generate_response", self._instance_id, messages, **self._options)
         try:
@@ -81,7 +81,7 @@ async def conversation(
     thread: ToolThread,
     timeout_s: float,
 ) -> AsyncIterator[Partner | None]:
-    """The partner that `sample` names in its `interaction_kwargs`, or None if it has none or nobody is there to name.
+    """The partner that `sample` names in its `interaction_kwargs`; None without these or without `interactions`.
 
     Raises AgentLoopError for a name that is not among `interactions`.
     """

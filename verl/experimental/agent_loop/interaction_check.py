@@ -1,4 +1,4 @@
-"""Whether anybody hears what configuration and samples say of interactions. Asked on the driver, before a run."""
+"""Checks on the driver, before a run, whether loops use the interactions that configuration and samples name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KEY = f"{MULTI_TURN}.interaction_config_path"
 
 
 def unheard(config: PPOConfig, samples: Mapping[str | None, Partners], loops: Mapping[str, LoopEntry]) -> list[str]:
-    """What to warn of. `samples`: those of each agent, None being that of samples that name none.
+    """Warnings about unused interactions. `samples` are those of each agent; the key None is for samples without one.
 
-    Of loops that are neither of the built-in ones it is not known what they make of `interaction_kwargs`.
-    Raises ConfigError for samples that name an interaction of the file, and would be generated without it.
+    Custom loops are not checked: they may use `interaction_kwargs` in any way. Raises ConfigError for samples that name
+    an interaction of the file but would be generated without it.
     """
     path = config.actor_rollout_ref.rollout.multi_turn.interaction_config_path
     names = {agent: agent or default_loop(config) for agent in samples}

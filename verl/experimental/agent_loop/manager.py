@@ -1,4 +1,4 @@
-"""`AgentLoopManager`: the driver's side; hands samples to the workers and puts their results together."""
+"""`AgentLoopManager`, on the driver: distributes samples to the workers and joins their results."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 COUNTS = ("retries", "continuations")
 STARTED_AGAIN = 3
-"""So often a worker that takes the place of another may die as it starts: a host that is gone is offered by Ray until
-Ray has noticed."""
+"""A replacement worker may die so often at its start, because Ray places it on a lost host until it notices the
+loss."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class AgentLoopManager:
     def __init__(self, config: PPOConfig, server_handles: Sequence[Any], tokenizer_path: str | Path) -> None:
         """`tokenizer_path` is a local Hugging Face directory that every worker can read.
 
-        Raises ConfigError, before any actor starts, for a loop or tool that cannot be loaded; AgentLoopTimeout when the
-        workers are not up within `rollout.startup_timeout_s`.
+        Raises ConfigError, before any actor starts, for a loop or tool that cannot be loaded; AgentLoopTimeout if the
+        workers do not start within `rollout.startup_timeout_s`.
         """
         self.check_config(config)
         self._config = config
@@ -62,7 +62,7 @@ class AgentLoopManager:
 
     @staticmethod
     def check_config(config: PPOConfig) -> None:
-        """Raise ConfigError for a loop or tool that cannot be loaded. Trainers call it before they start anything."""
+        """Raise ConfigError for a loop or tool that cannot be loaded. Trainers call it before they start processes."""
         rollout = config.actor_rollout_ref.rollout
         loop_factory(default_loop(config), known_loops(rollout.agent.agent_loop_config_path))
         ToolParser.parser_class(rollout.multi_turn.format)
@@ -72,8 +72,8 @@ class AgentLoopManager:
 
     @staticmethod
     def shown_tools(config: PPOConfig, agent_name: str | None) -> Sequence[Any]:
-        """Schemas of the tools in the prompts of that agent, or of samples that name none. Trainers count tokens with
-        them. Raises ConfigError for an unknown agent, and for a loop or tool that cannot be loaded."""
+        """Schemas of the tools in the agent's prompts (None: the default agent). Trainers count tokens with them.
+        Raises ConfigError for an unknown agent, and for a loop or tool that cannot be loaded."""
         loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
         name = agent_name or default_loop(config)
         loop_factory(name, loops)  # it can be called as loops are
@@ -81,7 +81,7 @@ class AgentLoopManager:
 
     @staticmethod
     def sees(config: PPOConfig, agent_name: str | None) -> bool:
-        """Whether that agent shows the pictures of its samples to the policy. Trainers ask before they start."""
+        """Whether that agent shows the pictures of its samples to the policy. Trainers check it before they start."""
         loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
         return bool(getattr(loop_class(agent_name or default_loop(config), loops), "sees", False))
 
@@ -94,17 +94,16 @@ class AgentLoopManager:
 
     @staticmethod
     def unheard_interactions(config: PPOConfig, samples: Mapping[str | None, Partners]) -> list[str]:
-        """What trainers warn of before they start anything: see `interaction_check.unheard`, also what it raises."""
+        """Warnings for trainers before their start, and errors, of `interaction_check.unheard`."""
         return unheard(config, samples, known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path))
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One trajectory per sample of `prompts`, in its order; repeat prompts beforehand for several responses each.
 
         Every sample has `raw_prompt` (chat messages) and may have `agent_name`; all its columns reach its loop.
-        `meta_info["validate"]` selects `rollout.val_kwargs`, `meta_info["greedy"]` the likeliest tokens. Returns the
-        tensors and objects of `batching.to_batch`, and `meta_info["timing"]`: seconds as
-        `agent_loop/<metric>/{min,mean,max}`, `agent_loop/total_s`, and the counts `agent_loop/retries` and
-        `agent_loop/continuations`.
+        `meta_info["validate"]` selects `rollout.val_kwargs`, `meta_info["greedy"]` greedy sampling. Returns the tensors
+        and objects of `batching.to_batch`, and `meta_info["timing"]`: seconds as `agent_loop/<metric>/{min,mean,max}`,
+        `agent_loop/total_s`, and the counts `agent_loop/retries` and `agent_loop/continuations`.
 
         The first sample that fails ends the batch at once with AgentLoopError, which holds the worker's traceback; a
         worker that dies raises RayActorError. An unknown agent_name is a ConfigError before anything is generated.
@@ -133,7 +132,7 @@ class AgentLoopManager:
         return list(self._workers)
 
     def set_servers(self, server_handles: Sequence[Any]) -> int:
-        """Use these servers from the next batch on. How many workers died, or do not answer, and are started again."""
+        """Use these servers from the next batch on. Restarts dead or silent workers; returns their number."""
         self._servers = list(server_handles)
         asked = {worker.set_servers.remote(self._servers): rank for rank, worker in enumerate(self._workers)}
         timeout_s = self._config.actor_rollout_ref.rollout.control_timeout_s

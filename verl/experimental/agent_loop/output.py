@@ -1,4 +1,4 @@
-"""What one agent loop returns, and the list of tokens that it collects on the way."""
+"""The result of one agent loop, and the response that grows meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AgentLoopMetrics:
 class AgentLoopOutput:
     """One trajectory. The response holds what the policy generated and what tools answered, in order.
 
-    Raises ValueError when its per-token lists differ in length.
+    Raises ValueError if its per-token lists differ in length.
     """
 
     prompt_ids: list[int]
@@ -31,26 +31,26 @@ class AgentLoopOutput:
     response_mask: list[int]
     """1 where the policy generated the token, 0 where a tool's answer was inserted."""
     response_logprobs: list[float] | None = None
-    """The rollout engine's, 0.0 on inserted tokens; None where they were not asked for."""
+    """The rollout engine's log-probs, 0.0 on inserted tokens; None if not requested."""
     response_versions: list[int] | None = None
-    """Version of the weights that generated each token; -1 on inserted tokens. None: the worker looks what its servers
-    said about these tokens, and where they said nothing the version is not known, -1."""
+    """Version of the weights that generated each token; -1 on inserted tokens. If None, the worker fills in the
+    versions that its servers reported, and -1 for unknown ones."""
     replicas: tuple[tuple[str, int, int], ...] = ()
-    """Which engine generated response tokens `[start, stop)`, in order; empty where it is not known."""
+    """(engine, start, stop) for response tokens `[start, stop)`, in order; empty if unknown."""
     num_turns: int = 0
     """Messages: the prompt counts as one, then every assistant message and every round of tool answers."""
     stop_reason: StopReason = "completed"
-    """`completed`: the policy ended; `length`: the budget did; `aborted`: the engine did."""
+    """`completed`: the policy ended the response; `length`: the budget was used up; `aborted`: the engine ended it."""
     metrics: Mapping[str, float] | AgentLoopMetrics = field(default_factory=dict)
     """Seconds and counts of this trajectory: `generate_s`, `tools_s`, ..."""
     reward_score: float | None = None
-    """The reward, where the loop knows it: the reward function is not asked."""
+    """The reward, if the loop knows it; the reward function is not called then."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
-    """What the reward function finds in `extra_info`, too."""
+    """Further entries of the reward function's `extra_info`."""
     routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """Of the tokens of prompt and response, from the first on: see `TokenOutput`."""
+    """Experts of the first tokens of prompt and response: see `TokenOutput`."""
     multi_modal_data: None = None
-    """verl's other, which is not supported: None."""
+    """A field of verl that is not supported: None."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -78,7 +78,7 @@ class AgentLoopOutput:
         return {name: float(value) for name, value in found.items()}
 
     def with_versions(self, generated: Sequence[TokenOutput]) -> AgentLoopOutput:
-        """With `response_versions`: those of `generated`, if the tokens of the policy are its beginning, or -1."""
+        """A copy with `response_versions` from `generated`, if that begins with the policy's tokens; else with -1."""
         if self.response_versions is not None:
             return self
         tokens = [token for output in generated for token in output.token_ids]
@@ -102,7 +102,7 @@ class Response:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be added."""
+        """The number of tokens that may still be added."""
         return self.limit - len(self.token_ids)
 
     def add_generated(self, output: TokenOutput) -> None:
@@ -124,7 +124,7 @@ class Response:
             self._replicas.append((span.replica, start, stop))
 
     def add_inserted(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the policy reads but did not generate."""
+        """Add tokens that the policy reads but did not generate."""
         self.token_ids += token_ids
         self._mask += [0] * len(token_ids)
         self._versions += [NO_VERSION] * len(token_ids)
@@ -149,7 +149,7 @@ class Response:
 
 
 def with_later(routes: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Experts of a sequence, where `later` are those of one that it has grown to: a token keeps what it had first."""
+    """Experts of a grown sequence: `routes` for its first tokens, `later` for the others."""
     if routes is None or later is None:
         return later if routes is None else routes
     whole: np.ndarray = np.concatenate([routes, later[len(routes) :]])

@@ -1,4 +1,4 @@
-"""Agent loops by name: built-in, registered in code, or listed in a YAML file of the user's own."""
+"""Agent loops by name: built-in, registered in code, or listed in a user's YAML file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
 @dataclass(frozen=True, slots=True)
 class LoopEntry:
-    """Where a loop comes from. Travels from the driver to the workers; the class is looked up there."""
+    """The origin of a loop. The driver sends it to the workers, which look up the class."""
 
     target: str | type[AgentLoopBase]
     """"module:Class", "file.py:Class", or the class."""
@@ -36,7 +36,7 @@ _registered: dict[str, LoopEntry] = {}
 
 
 def register(name: str) -> Callable[[LoopClass], LoopClass]:
-    """Class decorator: samples whose column `agent_name` says `name` run this loop.
+    """Class decorator: samples with `name` in their column `agent_name` run this loop.
 
     Takes effect for managers built afterwards in the same process. Raises ConfigError if another class has the name.
     """
@@ -56,7 +56,7 @@ def register(name: str) -> Callable[[LoopClass], LoopClass]:
 def known_loops(config_path: str | None = None) -> dict[str, LoopEntry]:
     """Every loop by name; those of the YAML file at `config_path` take precedence. Raises ConfigError.
 
-    The file is a list of entries with `name` and `_target_`; what else an entry holds goes to the constructor.
+    The file is a list of entries with `name` and `_target_`; further keys go to the constructor.
     """
     loops = {**BUILTIN, **_registered}
     if config_path is None:
@@ -73,9 +73,9 @@ def known_loops(config_path: str | None = None) -> dict[str, LoopEntry]:
 
 
 def loop_factory(name: str, loops: Mapping[str, LoopEntry]) -> Callable[..., AgentLoopBase]:
-    """What builds a loop of that name from `constructor_arguments`; a name with a colon is its own "module:Class".
+    """A function that makes a loop of that name from `constructor_arguments`. A name with a colon is a "module:Class".
 
-    Raises ConfigError, also for a loop that cannot be made, or run, with the arguments that it will get.
+    Raises ConfigError, also for a loop whose constructor or `run` does not accept its arguments.
     """
     found, options = loop_class(name, loops), _entry(name, loops).options
     require_keywords(found, [*constructor_arguments(None, None, None), *options], f"agent loop {name!r}")
@@ -89,7 +89,7 @@ def loop_factory(name: str, loops: Mapping[str, LoopEntry]) -> Callable[..., Age
 
 
 def constructor_arguments(config: Any, servers: Any, tokenizer: Any) -> dict[str, Any]:
-    """What every loop is made from, with verl's names; `config` is the whole configuration."""
+    """The arguments of every loop's constructor, with verl's names; `config` is the whole configuration."""
     return {
         "trainer_config": DictConfigWrap(config),
         "server_manager": servers,
@@ -101,7 +101,7 @@ def constructor_arguments(config: Any, servers: Any, tokenizer: Any) -> dict[str
 
 
 def loop_class(name: str, loops: Mapping[str, LoopEntry]) -> type[AgentLoopBase]:
-    """The class of that name's loop. Raises ConfigError."""
+    """The class of the loop with this name. Raises ConfigError."""
     target = _entry(name, loops).target
     return load_class(target, AgentLoopBase, f"agent loop {name!r}") if isinstance(target, str) else target
 

@@ -1,4 +1,4 @@
-"""`ServerManager`: which rollout server generates what, and what happens when it stops half way."""
+"""`ServerManager` distributes requests over rollout servers and continues aborted ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
 from verl.workers.rollout.records import SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
-"""Between two attempts when a server aborts a request before its first token: it is probably changing weights."""
+"""Waits between attempts after a server aborts a request before its first token: it is probably changing weights."""
 
 
 @dataclass(slots=True)
@@ -46,8 +46,8 @@ class ServerManager:
         max_sticky_requests: int = 10_000,
         first_server: int = 0,
     ) -> None:
-        """`timeout_s`: deadline of one `generate`, continuations included. `first_server` breaks the first tie, so that
-        several workers do not begin with the same server. Raises ValueError without servers."""
+        """`timeout_s` is the deadline of one `generate`, with continuations. `first_server` breaks the first tie, so
+        that workers begin with different servers. Raises ValueError without servers."""
         if not servers:
             raise ValueError("there are no rollout servers to send requests to")
         self._servers = [_Server(handle, f"server-{index}") for index, handle in enumerate(servers)]
@@ -71,12 +71,12 @@ class ServerManager:
         image_data: Sequence[Picture] | None = None,
         video_data: None = None,
     ) -> TokenOutput:
-        """One response of at most `sampling_params["max_tokens"]` tokens. `image_data`: pictures of the prompt, which
-        has the tokens that the model makes of them; there is no `video_data`.
+        """One response of at most `sampling_params["max_tokens"]` tokens. `image_data` are pictures of the prompt,
+        which includes their tokens; `video_data` is not supported.
 
-        What a server aborts is continued from the tokens so far with the rest of the budget, on the weights of the day;
-        log-probs and versions stay with their tokens. With `continue_aborted=False` it comes back as `aborted`.
-        Raises ReplicaTimeout at the deadline, ReplicaDied when no server is left, and whatever a server raises.
+        Continues an aborted response from its tokens so far, with the rest of the budget, on the current weights;
+        log-probs and versions stay with their tokens. With `continue_aborted=False` returns it as `aborted`. Raises
+        ReplicaTimeout at the deadline, ReplicaDied when no server is left, and a server's errors.
         """
         if video_data:
             raise ValueError("generate: models read text and pictures; video_data is not supported")
@@ -214,7 +214,7 @@ def _first_line(exc: Exception) -> str:
 
 
 class Recording:
-    """A `ServerManager` for one sample, which remembers what was generated."""
+    """A `ServerManager` for one sample that records its outputs."""
 
     def __init__(self, servers: ServerManager) -> None:
         self._servers = servers

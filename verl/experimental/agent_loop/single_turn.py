@@ -12,7 +12,7 @@ from verl.utils.pictures import MULTI_MODAL_DATA
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
-    """Asks the policy once."""
+    """Generates one message of the policy."""
 
     sees = True
 

@@ -1,4 +1,4 @@
-"""verl's place for the loop of one turn."""
+"""verl's import path of the loop with one turn."""
 
 from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
 

@@ -1,4 +1,4 @@
-"""What a message says outside of its reasoning: calls of tools in there are thoughts of calls."""
+"""Finds a message's reasoning, in which calls of tools do not count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 USUAL = ("<think>", "</think>")
-"""Looked for in every message: policies are taught these in prompts, too, without a template that knows them."""
+"""Searched in every message: prompts may teach a policy these marks without a template that has them."""
 KNOWN = (
     ("<thinking>", "</thinking>"),
     ("<seed:think>", "</seed:think>"),
@@ -22,9 +22,9 @@ KNOWN = (
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
     ("<|channel>", "<channel|>"),
 )
-"""Of other models: looked for where the chat template or the vocabulary has them. gpt-oss's are its format's."""
+"""Marks of other models: searched if the chat template or the vocabulary has them. gpt-oss's format has its own."""
 TAIL = 64
-"""Tokens of a prompt's end that are looked at: templates may open the reasoning themselves, by a mark at the end."""
+"""Tokens of a prompt's end that are searched: templates may open the reasoning there."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Reasoning:
         return cls((USUAL, *(pair for pair in KNOWN if all(mark in known or mark in written for mark in pair))))
 
     def spans(self, text: str, before: str = "") -> list[tuple[int, int]]:
-        """Where the reasoning is in `text`, its marks included, in order. What is not closed goes up to the end.
+        """The (start, stop) of each reasoning in `text`, with its marks, in order. An unclosed one extends to the end.
 
-        `before` is the end of the prompt. A close without an opening closes what the prompt has opened.
+        `before` is the end of the prompt, which may have opened the first reasoning.
         """
         found: list[tuple[int, int]] = []
         close = self._open_at_first(text, before)
@@ -74,9 +74,9 @@ class Reasoning:
 def outside(
     token_ids: Sequence[int], prompt_ids: Sequence[int], reasoning: Reasoning, decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
-    """The tokens of a message that are not in its reasoning. A token that is in part is one of them.
+    """The tokens of a message outside of its reasoning, with tokens that are partly in it.
 
-    `decode` gives all that tokens say, to the letter. It is called O(log n) times for each reasoning.
+    `decode` returns the exact text of tokens. It is called O(log n) times for each reasoning.
     """
     spans = reasoning.spans(decode(token_ids), decode(prompt_ids[-TAIL:]))
     kept: list[int] = []

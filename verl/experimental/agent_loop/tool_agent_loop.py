@@ -1,4 +1,4 @@
-"""verl's place for the loop with tools."""
+"""verl's import path of the loop with tools."""
 
 from verl.experimental.agent_loop.tool_loop import ToolAgentLoop
 

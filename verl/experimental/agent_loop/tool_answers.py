@@ -1,4 +1,4 @@
-"""What a model is told about its call: text, in time, whatever the tool does."""
+"""Gets a tool's answer as text within its deadline, even if the tool raises or blocks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from verl.utils.plain import as_text, plain
 
 T = TypeVar("T")
 ANSWERS_WITHIN_S = 1.0
-"""A thread that does nothing in this time although a tool's deadline has passed is blocked by it."""
+"""After a tool's deadline, its thread counts as blocked if it runs nothing else within this time."""
 
 logger = logging.getLogger(__name__)
 
 
 def answer_text(answer: Any) -> str:
-    """What a tool returned, as text: bytes as UTF-8, nothing as an empty text, lists and dicts as JSON."""
+    """A tool's result as text: bytes as UTF-8, None as "", lists and dicts as JSON."""
     if answer is None:
         return ""
     if isinstance(answer, (bytes, bytearray, memoryview)):
@@ -35,7 +35,7 @@ def answer_text(answer: Any) -> str:
 
 
 class ToolThread:
-    """Where the tools of a process run: a tool that blocks keeps neither samples nor the worker from going on."""
+    """The thread in which a process runs tools, so that a blocking tool blocks neither samples nor the worker."""
 
     def __init__(self) -> None:
         self._thread: LoopThread | None = None
@@ -43,14 +43,14 @@ class ToolThread:
     async def answer(
         self, tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, *, timeout_s: float
     ) -> str:
-        """The tool's answer, whole, or what went wrong with it."""
+        """The tool's whole answer, or a text with its error."""
         try:
             return await self.run(_executed(tool, arguments, agent_data), tool.name, timeout_s=timeout_s)
         except TimeoutError as exc:
             return f"error: {exc}"
 
     async def run(self, work: Coroutine[Any, Any, T], name: str, *, timeout_s: float) -> T:
-        """What `work` returns or raises, or TimeoutError with a message that names it."""
+        """Return or raise the outcome of `work`. Raises TimeoutError with `name` after `timeout_s`."""
         if self._thread is None:
             self._thread = LoopThread("tools")
         thread = self._thread
@@ -84,7 +84,7 @@ async def _executed(tool: BaseTool, arguments: dict[str, Any], agent_data: Agent
 
 
 def cut(text: str, limit: int, side: str) -> str:
-    """`text`, or `limit` of its characters with verl's note where the others were: left, right or middle."""
+    """`text`, or `limit` of its characters with verl's note in place of the others: left, right or middle."""
     if len(text) > limit:
         if side == "left":
             text = f"(truncated)...{text[-limit:]}"

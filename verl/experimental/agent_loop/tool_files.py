@@ -1,4 +1,4 @@
-"""The tools that a YAML file lists, and those of verl's among them."""
+"""Loads the tools that a YAML file lists, including tools written for verl."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_tools(path: str) -> dict[str, BaseTool]:
     """The tools of a YAML file by name, made once per process. Raises ConfigError.
 
     The file holds `tools:`, a list of entries with `class_name` ("module:Class", "file.py:Class"), and optionally
-    `config` (for the tool) and `tool_schema` (instead of the class's own). A class is a `BaseTool`, or one of verl's.
+    `config` (for the tool) and `tool_schema` (instead of the class's own). A class is a `BaseTool` or verl's.
     """
     tools: dict[str, BaseTool] = {}
     for where, entry in read_entries(path, CONFIG_KEY, "tool", "tools", ("class_name", "config", "tool_schema")):

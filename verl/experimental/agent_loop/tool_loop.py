@@ -33,11 +33,10 @@ _tools_thread = ToolThread()
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """Generates, executes the tools that the message calls, shows the answers to the policy, and again.
+    """Repeats: generate a message, execute the tools that it calls, show their answers to the policy.
 
-    To a message that calls no tool the sample's interaction answers, if it has one, until it says that all is said.
-    Ends when nobody answers, after `multi_turn.max_assistant_turns` messages if that is a number, or when the budget is
-    used up.
+    The sample's interaction, if any, answers a message without calls, until it ends the conversation. The loop ends
+    without an answer, after `multi_turn.max_assistant_turns` messages if set, or when the budget is used up.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
-"""How the calls of tools are found in what a model wrote, under verl's names. `register` adds a format.
+"""Parsers of tool calls in a model's messages, under verl's names. `register` adds a format.
 
-Where a format is not registered, `multi_turn.format` takes the names of vLLM's `--tool-call-parser`."""
+For other formats, `multi_turn.format` accepts the names of vLLM's `--tool-call-parser`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OF_VERL = {"glm": "glm45", "kimi": "kimi_k2", "minimax": "minimax_m2", "seed": "seed_oss"}
-"""Formats that verl calls otherwise than vLLM does."""
+"""Formats that have other names in verl than in vLLM."""
 FORMAT_KEY = "actor_rollout_ref.rollout.multi_turn.format"
 P = TypeVar("P", bound="type[ToolParser]")
 
@@ -39,7 +39,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolParser(ABC):
-    """One for every sample, made from the tokenizer. Its methods run on the event loop of a worker."""
+    """Finds the calls of one sample. Made from the tokenizer; its methods run on a worker's event loop."""
 
     _registry: ClassVar[dict[str, type[ToolParser]]] = {}
 
@@ -48,7 +48,7 @@ class ToolParser(ABC):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """What ends a message with calls, beside what ends any message."""
+        """Further tokens that end a message with calls."""
         return []
 
     @abstractmethod
@@ -59,12 +59,12 @@ class ToolParser(ABC):
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
-        """Raises ConfigError for a name that nobody registered."""
+        """The parser of a registered format. Raises ConfigError for any other name."""
         return cls.parser_class(name)(tokenizer)
 
     @classmethod
     def parser_class(cls, name: str) -> type[ToolParser]:
-        """As `get_tool_parser`, for the driver. A name that is not registered may be one of vLLM's formats."""
+        """Check the name on the driver, as `get_tool_parser`. An unregistered name may be one of vLLM's formats."""
         if name in cls._registry:
             return cls._registry[name]
         if parser := parser_of_vllm(name):
@@ -74,7 +74,7 @@ class ToolParser(ABC):
 
     @classmethod
     def register(cls, name: str) -> Callable[[P], P]:
-        """Class decorator: `multi_turn.format=name` takes this class. In `model.external_lib`, workers know it, too."""
+        """Class decorator: `multi_turn.format=name` selects this class; for workers, use it in `model.external_lib`."""
 
         def add(parser: P) -> P:
             cls._registry[name] = parser
@@ -83,7 +83,7 @@ class ToolParser(ABC):
         return add
 
     async def text(self, responses_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Decoded in the tokenizer's thread. Some vocabularies count what marks a call among their special tokens."""
+        """Decode on the tokenizer's thread, with special tokens: in some vocabularies a call's marks are special."""
         decoded: str = await in_tokenizer_thread(
             self.tokenizer.decode,
             responses_ids,
@@ -93,7 +93,7 @@ class ToolParser(ABC):
         return decoded
 
     async def calls(self, responses_ids: Sequence[int], schemas: Sequence[Any]) -> list[ToolCall]:
-        """As the tool loop wants them: those that cannot be executed, too, with the reason."""
+        """All calls for the tool loop; those that cannot be executed have an `error`."""
         tools = [OpenAIFunctionToolSchema.model_validate(schema) for schema in schemas]
         _, found = await self.extract_tool_calls(list(responses_ids), tools)
         return [call_of(one.name, one.arguments) for one in found]
@@ -110,7 +110,7 @@ class HermesToolParser(ToolParser):
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: list[OpenAIFunctionToolSchema] | None = None
     ) -> tuple[str, list[FunctionCall]]:
-        """Calls that cannot be executed are left out."""
+        """As for the base class; omits calls that cannot be executed."""
         text = await self.text(responses_ids)
         calls = [call for call in parse_hermes(text) if call.error is None]
         return HERMES.sub("", text), [FunctionCall(name=one.name, arguments=json.dumps(one.arguments)) for one in calls]
@@ -124,7 +124,7 @@ class GptOssToolParser(ToolParser):
     """`<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`
 
     The format of OpenAI's gpt-oss models, https://cookbook.openai.com/articles/openai-harmony. The prompt ends behind
-    the first `<|start|>assistant`. Thoughts are messages to nobody, and no calls.
+    the first `<|start|>assistant`. Thoughts are messages without a recipient, and no calls.
     """
 
     MESSAGE = re.compile(
@@ -142,7 +142,7 @@ class GptOssToolParser(ToolParser):
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: list[OpenAIFunctionToolSchema] | None = None
     ) -> tuple[str, list[FunctionCall]]:
-        """Arguments may be no JSON."""
+        """As for the base class; arguments may be invalid JSON."""
         text = await self.text(responses_ids)
         calls: list[FunctionCall] = []
         rest, done = "", 0
@@ -154,7 +154,7 @@ class GptOssToolParser(ToolParser):
 
 
 def vllm_formats() -> list[str]:
-    """Empty without vLLM. Imports it, which takes seconds."""
+    """The names of vLLM's formats; empty without vLLM. Imports vLLM, which takes seconds."""
     if importlib.util.find_spec("vllm") is None:
         return []
     from vllm.tool_parsers import ToolParserManager
@@ -163,7 +163,7 @@ def vllm_formats() -> list[str]:
 
 
 def parser_of_vllm(name: str) -> type[ToolParser] | None:
-    """None for a format that vLLM does not know, also under verl's name."""
+    """vLLM's parser of a format, by vLLM's or verl's name; None for an unknown one."""
     name = OF_VERL.get(name, name)
     if name not in vllm_formats():
         return None
@@ -171,9 +171,9 @@ def parser_of_vllm(name: str) -> type[ToolParser] | None:
 
 
 class VLLMToolParser(ToolParser):
-    """vLLM's parser of `format`, as its server uses it. A call that it cannot read is no call.
+    """vLLM's parser of `format`, as in its server. Calls that it cannot parse remain text.
 
-    Raises ConfigError for a tokenizer without the tokens of the format, and for a package that vLLM misses.
+    Raises ConfigError for a tokenizer without the format's tokens, and for a package that vLLM lacks.
     """
 
     format: ClassVar[str]
@@ -194,7 +194,7 @@ class VLLMToolParser(ToolParser):
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: list[OpenAIFunctionToolSchema] | None = None
     ) -> tuple[str, list[FunctionCall]]:
-        """Raises what vLLM's parser raises."""
+        """As for the base class. Raises the errors of vLLM's parser."""
         schemas = [tool.model_dump(exclude_none=True) for tool in tools or ()]
         found = await in_tokenizer_thread(self._extracted, responses_ids, schemas)
         calls = [FunctionCall(name=one.function.name, arguments=one.function.arguments) for one in found.tool_calls]

@@ -14,38 +14,38 @@ from typing import Any, ClassVar
 from verl.utils.config import ConfigError
 
 MOST_DIGITS = 1000
-"""Of an integer in a call. Python refuses to write those of 4,300."""
+"""The most digits of an integer in a call. Python does not convert integers of more than 4,300 digits to text."""
 
 
 @dataclass(slots=True)
 class AgentData:
-    """What a tool is told about the sample that it works for, and where it leaves its rewards."""
+    """The sample for which a tool is called, with the rewards that tools gave."""
 
     request_id: str = ""
     messages: list[Any] = field(default_factory=list)
-    """Of the prompt."""
+    """The messages of the prompt."""
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The sample's `extra_info.tools_kwargs`: per tool what `create` gets."""
+    """The sample's `extra_info.tools_kwargs`: the arguments of `create` by tool."""
     tool_rewards: list[float] = field(default_factory=list)
-    """The rewards of the steps, in the order in which they ended."""
+    """The rewards of calls, in the order in which the calls ended."""
     reward_scores: dict[str, float] = field(default_factory=dict)
-    """Per tool what `calc_reward` said last."""
+    """The last result of `calc_reward` by tool."""
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
 class BaseTool(ABC):
-    """One tool, shared by all samples of a worker process: `execute` keeps what belongs to one call in local variables.
+    """One tool, shared by all samples of a worker process: `execute` must keep a call's state in local variables.
 
-    `schema` is what the chat template shows the model:
-    `{"type": "function", "function": {"name": ..., "description": ..., "parameters": <JSON schema>}}`.
+    The chat template shows `schema` to the model: `{"type": "function", "function": {"name": ..., "description": ...,
+    "parameters": <JSON schema>}}`.
     """
 
     schema: Mapping[str, Any]
-    """A class attribute, or the entry's `tool_schema` in the YAML file."""
+    """The schema: a class attribute, or the entry's `tool_schema` in the YAML file."""
     default_config: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: Mapping[str, Any] | None = None, schema: Mapping[str, Any] | None = None) -> None:
-        """`config` is the entry's `config`. Raises ConfigError when the tool has no usable schema."""
+        """`config` is the entry's `config`. Raises ConfigError without a usable schema."""
         self.config = {**self.default_config, **(config or {})}
         if schema is not None:
             self.schema = schema
@@ -60,14 +60,14 @@ class BaseTool(ABC):
 
     @abstractmethod
     async def execute(self, arguments: dict[str, Any]) -> Any:
-        """What the model gets: text, or something that becomes one (`tool_answers.answer_text`).
+        """Execute a call; returns text for the model, or a value that `tool_answers.answer_text` converts.
 
-        Runs in the thread of the tools; one that blocks keeps other tools waiting, up to its deadline. What it raises
-        is given to the model as an error text.
+        Runs on the thread of the tools; a blocking tool delays other tools until its deadline. The model gets an
+        exception as an error text.
         """
 
     async def answer(self, arguments: dict[str, Any], agent_data: AgentData) -> Any:
-        """What `execute` says. Tools written for verl want to know more."""
+        """The result of `execute`. Tools written for verl also use `agent_data`."""
         answer = self.execute(arguments)
         return await answer if inspect.isawaitable(answer) else answer
 
@@ -83,19 +83,19 @@ class ToolCall:
 
 HERMES = re.compile(r"<tool_call>(.*?)(?:(</tool_call>)|\Z)", re.DOTALL)
 DEEPEST = 64
-"""Levels of lists and objects in a call: more could not be written again, or compared."""
+"""The most nested lists and objects in a call: deeper ones could not be serialised or compared."""
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
-    """The calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in `text`, malformed ones, too.
+    """The calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in `text`, with malformed ones.
 
-    Whatever the text is: what cannot be executed has an `error`. Takes time and memory in proportion to it.
+    Accepts any text; a call that cannot be executed has an `error`. Time and memory are linear in the text.
     """
     return [_parse_call(body, closed=bool(end)) for body, end in HERMES.findall(text)]
 
 
 def call_of(name: str, arguments: str) -> ToolCall:
-    """A call whose arguments are JSON, or should be."""
+    """The call with these arguments in JSON; has an `error` if they are not."""
     try:
         return _checked({"name": name, "arguments": _decoded(arguments)})
     except (ValueError, RecursionError) as exc:

@@ -1,4 +1,4 @@
-"""Tools written for verl, called as verl calls them."""
+"""Calls tools written for verl as verl does."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from verl.utils.config import ConfigError
 
 
 class VerlTool(BaseTool):
-    """A tool of verl's as one of ours: `answer` is a whole life of an instance."""
+    """Adapts a tool written for verl: `answer` creates, executes and releases an instance."""
 
     def __init__(self, tool: ToolOfVerl) -> None:
-        """Raises ConfigError for a tool whose methods do not take what verl gives them."""
+        """Raises ConfigError for a tool whose methods do not accept verl's arguments."""
         self.tool = tool
         super().__init__(tool.config, tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True))
         for method, arguments in (
@@ -31,7 +31,7 @@ class VerlTool(BaseTool):
 
     @classmethod
     def from_entry(cls, tool_class: type[ToolOfVerl], config: Any, schema: Any, where: str) -> VerlTool:
-        """The tool of an entry of the YAML file. Raises ConfigError for a schema that is none."""
+        """The tool of an entry of the YAML file. Raises ConfigError for an invalid schema."""
         try:
             parsed = OpenAIFunctionToolSchema.model_validate(schema) if schema is not None else None
         except ValidationError as exc:
@@ -77,7 +77,7 @@ class VerlTool(BaseTool):
 
 
 def require_positional(method: Any, arguments: tuple[str, ...], what: str) -> None:
-    """Raises ConfigError unless `method` takes `instance_id` and `parameters` in place, and the rest by name."""
+    """Raises ConfigError unless `method` accepts `instance_id` and `parameters` by position, and the rest by name."""
     placed = [name for name in arguments if name in ("instance_id", "parameters")]
     named = dict.fromkeys(name for name in arguments if name not in placed)
     try:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 OURS = (AgentLoopError, ConfigError, RayError, RolloutError)
-"""What goes wrong in a loop of the user's own without a fault of its code."""
+"""Errors in a user's loop that are not errors of its code."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class AgentLoopWorker:
         loops: Mapping[str, LoopEntry],
         rank: int,
     ) -> None:
-        """`loops` are the loops that the driver knows. Raises ConfigError for a tokenizer that cannot be used."""
+        """`loops` are the driver's known loops. Raises ConfigError for an unusable tokenizer."""
         begin_actor()
         if module := config.actor_rollout_ref.model.external_lib:  # it may register loops, and formats of tool calls
             importlib.import_module(module)
@@ -74,25 +74,24 @@ class AgentLoopWorker:
         self._running: list[_Running] = []
 
     async def ready(self) -> None:
-        """Return once the constructor has."""
+        """Return once the constructor has returned."""
 
     async def set_servers(self, servers: Sequence[Any]) -> None:
-        """Send requests to `servers` from now on: replicas came, went, or were rebuilt."""
+        """Send requests to `servers` from now on, after a change of replicas."""
         self._servers = self._connect(servers)
 
     async def progress(self, *, validate: bool) -> Progress | None:
-        """How many answers of the batches that it generates for training, or validation, are finished; None: it has
-        none."""
+        """The finished responses of this worker's batches for training or validation; None without a batch."""
         running = [batch for batch in self._running if batch.validate == validate]
         done, total, tokens = (sum(getattr(each, name) for each in running) for name in ("done", "total", "tokens"))
         return Progress(done, total, "answers", tokens) if running else None
 
     async def generate_sequences(self, samples: DataProto, first_index: int) -> DataProto:
-        """Run the loop of every sample; the first failure cancels the rest and is raised as AgentLoopError, or
-        as AgentCodeError if it is one of code of the user's own.
+        """Run the loop of every sample. The first failure cancels the rest, and is raised as AgentLoopError, or as
+        AgentCodeError for an error of the user's code.
 
-        `first_index` is the place of the first sample in the whole batch. Returns what `to_batch` describes, in the
-        order of `samples`; `meta_info["metrics"]` holds one value per sample, and this worker's retries.
+        `first_index` is the first sample's index in the whole batch. Returns a batch of `to_batch`, in the order of
+        `samples`; `meta_info["metrics"]` has one value per sample, and this worker's retries.
         """
         validate = samples.meta_info["validate"]
         rollout = self._config.actor_rollout_ref.rollout
@@ -167,7 +166,7 @@ def _told(error: Exception) -> str:
 
 
 def default_loop(config: PPOConfig) -> str:
-    """The loop of samples that name none."""
+    """The loop of samples without `agent_name`."""
     rollout = config.actor_rollout_ref.rollout
     named = rollout.agent.default_agent_loop
     return "tool_agent" if rollout.multi_turn.enable and named == AgentConfig.default_agent_loop else named

@@ -1,4 +1,4 @@
-"""How many prompts may be started before the next sync. Pure."""
+"""Limits the prompts that may be started before the next sync. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StalenessBudget:
-    """Bounds what is in flight or queued, and with it the age of what the trainer gets.
+    """Bounds the number of prompts in flight or queued, and so the age of the trainer's samples.
 
-    A sync leaves some prompts that were started before it. They and the ones started after it are at most `limit` until
-    the next sync, whether the trainer takes some meanwhile or not: what it has taken was trained on and makes the next
-    version, so a prompt that is started in its place is another one ahead of that version.
+    The prompts outstanding at a sync, and those started after it, are at most `limit` until the next sync. Samples that
+    the trainer takes meanwhile still count: it trains on them for the next version, so a prompt started in their place
+    would be one more ahead of that version.
     """
 
     limit: int
@@ -24,17 +24,17 @@ class StalenessBudget:
         return len(self._counted) >= self.limit
 
     def start(self, prompt: int) -> None:
-        """One more is in flight."""
+        """Count one more prompt in flight."""
         assert not self.is_spent
         self._counted.add(prompt)
 
     def synced(self, outstanding: Iterable[int]) -> None:
-        """Those are in flight or queued while the engines get a new version."""
+        """Count only `outstanding`: the prompts in flight or queued while the engines get a new version."""
         self._counted = set(outstanding)
 
     def give_back(self, prompts: Iterable[int]) -> None:
-        """The trainer has taken them, and will not train on them: others may be started in their places.
+        """Stop counting prompts that the trainer took but will not train on: others may be started instead.
 
-        Those that it took before the last sync do not count any more anyway.
+        Prompts that it took before the last sync no longer count anyway.
         """
         self._counted.difference_update(prompts)

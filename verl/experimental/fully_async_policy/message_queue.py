@@ -1,4 +1,4 @@
-"""What the rollouter has finished and the trainer has not taken yet: an actor between the two."""
+"""The actor that queues finished samples between rollouter and trainer."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Sample:
     """One prompt with its `rollout.n` responses: what `AgentLoopWorker` returns, joined with the prompt's columns."""
 
     index: int
-    """Its place in the order in which prompts were drawn."""
+    """The prompt's index in the order of drawing."""
     batch: DataProto
     seconds: float
-    """From its request until the last token of its last response was there."""
+    """Seconds from its request to the last token of its last response."""
     greedy: DataProto | None = None
-    """The likeliest response to the prompt, generated beside the others, for who needs it."""
+    """The greedy response to the prompt, if the estimator needs it."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Of samples: see `Sample.index`."""
+    """Indices of samples: see `Sample.index`."""
 
     queued: tuple[int, ...]
     handed_out: tuple[int, ...]
-    """By the last `take`: until the next one it is not known whether they have arrived."""
+    """Returned by the last `take`. Only the next `take` confirms that the trainer got them."""
 
 
 class MessageQueue:
-    """A Ray actor. Bounded: when it is full, `put` waits, which is counted; nothing of its producer is ever dropped.
+    """A Ray actor with a bounded queue. `put` waits while it is full, and counts the waits; no sample is dropped.
 
-    One producer at a time, a rollouter, known by its number; one consumer, the trainer.
+    It has one producer at a time, the rollouter with the present number, and one consumer, the trainer.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -57,11 +57,11 @@ class MessageQueue:
         """By who waits in `take`."""
 
     async def where(self) -> str:
-        """The process. Answered at once, so that one that is stopped is known by its silence."""
+        """The process, as text. Answers at once, so that silence means a stopped process."""
         return where()
 
     async def accept(self, producer: int) -> Places:
-        """From now on only what `producer` puts is taken in: calls of one before it, which is dead, may arrive late."""
+        """Accept samples of `producer` only from now on, because calls of a dead one may arrive late."""
         async with self._changed:
             self._producer = producer
             self._changed.notify_all()
@@ -77,11 +77,11 @@ class MessageQueue:
                 self._changed.notify_all()
 
     async def progress(self) -> Progress | None:
-        """How many of the samples for which the trainer waits are there; None: it does not wait."""
+        """How many of the samples that the trainer waits for are queued; None if it does not wait."""
         return Progress(len(self._samples), self._wanted, "prompts") if self._wanted else None
 
     async def take(self, count: int) -> list[Sample]:
-        """Wait for `count` samples, the oldest first; all or none."""
+        """Wait for `count` samples and return all of them, the oldest first."""
         async with self._changed:
             self._wanted = count
             await self._changed.wait_for(lambda: len(self._samples) >= count)
@@ -92,13 +92,13 @@ class MessageQueue:
             return taken
 
     async def restore(self, samples: Sequence[Sample]) -> None:
-        """Begin with the content of an earlier queue."""
+        """Start with the content of an earlier queue."""
         async with self._changed:
             self._samples = deque(samples)
             self._changed.notify_all()
 
     async def content(self) -> list[Sample]:
-        """A copy; the samples stay."""
+        """A copy of the queue's samples."""
         return list(self._samples)
 
     async def places(self) -> Places:
@@ -113,12 +113,12 @@ class MessageQueue:
 
 
 def where() -> str:
-    """This process, in words."""
+    """This process's id and address, as text."""
     return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
 
 
 def options_of_actor() -> dict[str, Any]:
-    """Ray's, for the two actors of this package: they wait more than they compute. Without the driver's machine the run
-    ends anyway; without another one it need not."""
+    """Ray's options for this package's two actors, which mostly wait. They run on the driver's machine: its loss ends
+    the run anyway."""
     beside_driver = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": beside_driver}

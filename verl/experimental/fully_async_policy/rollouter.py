@@ -1,4 +1,4 @@
-"""Draws prompts and keeps the rollout engines busy with them, as far as the budget allows."""
+"""Draws prompts and has the rollout engines generate, within the budget."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Rollouter:
         source: str = "",
         asks_greedily: bool = False,
     ) -> None:
-        """`total_prompts` of the whole run; `limit`: see `StalenessBudget`; `source`: see `PromptLoader`.
+        """`total_prompts` is the whole run's; for `limit` see `StalenessBudget`, for `source` `PromptLoader`.
 
-        `run`: see `uid_of`; `number`: of the rollouters of this run, as the queue knows this one.
-        `asks_greedily`: samples have a `greedy` response, too.
+        For `run` see `uid_of`. `number` identifies this rollouter to the queue. With `asks_greedily`, samples have a
+        `greedy` response, too.
         """
         self._replaces = config.algorithm.filter_groups.enable
         """Whether the trainer may ask for others in the place of some."""
@@ -79,11 +79,11 @@ class Rollouter:
         """When nothing was in flight any more, and nothing might be started."""
 
     async def where(self) -> str:
-        """The process. Answered at once, so that one that is stopped is known by its silence."""
+        """The process, as text. Answers at once, so that silence means a stopped process."""
         return where()
 
     async def restore(self, anchor: Anchor, since: Since) -> None:
-        """Go on where another one was. Called before `run`; `anchor.state.queued` is the queue's."""
+        """Continue from another rollouter's state. Called before `run`; the queue has `anchor.state.queued`."""
         state = anchor.state
         self._dataloader.load_state_dict(state.dataloader)
         self._rows = self._epochs()
@@ -98,7 +98,7 @@ class Rollouter:
         self._draining = self._held = since.is_draining
 
     async def state(self) -> RollouterState:
-        """A consistent copy, while generation goes on. Nobody may take from the queue meanwhile."""
+        """A consistent copy of the state during generation. The trainer must not take from the queue meanwhile."""
         async with self._handing_over:
             queued = await self._queue.content.remote()
             return RollouterState(
@@ -110,16 +110,16 @@ class Rollouter:
             )
 
     async def set_max_in_flight(self, limit: int) -> None:
-        """Generate at most so many prompts at once from now on: there are more or fewer engines."""
+        """Generate at most `limit` prompts at once from now on, after a change of engines."""
         self._max_in_flight = limit
         async with self._changed:
             self._changed.notify_all()
 
     async def run(self, workers: Sequence[Any]) -> None:
-        """Until `workers`, the agent loops' actors, have brought every prompt of the run into the queue.
+        """Have `workers`, the agent loops' actors, generate every prompt of the run, and queue the samples.
 
-        Where some may have to be replaced it is not known which is the last: it goes on until the actor ends.
-        Raises the first failure of a sample; called again, it begins with what was in flight then.
+        If the trainer may have prompts replaced, the last one is unknown: runs until the actor ends. Raises the first
+        failure of a sample; a further call starts with the prompts in flight then.
         """
         self._workers = itertools.cycle(workers)
         async with self._handing_over:
@@ -145,20 +145,20 @@ class Rollouter:
                 self._changed.notify_all()
 
     async def replace(self, prompts: Sequence[int]) -> None:
-        """The trainer has taken these and will not train on them: as many more are generated."""
+        """Generate as many more prompts as these, which the trainer took but will not train on."""
         self._replaced += len(prompts)
         self._budget.give_back(prompts)
         async with self._changed:
             self._changed.notify_all()
 
     async def drain(self) -> None:
-        """Start nothing until `synced`; return when nothing is in flight any more, or `run` has failed."""
+        """Start no prompt until `synced`; return when none is in flight any more, or `run` has failed."""
         self._draining = True
         async with self._changed:
             await self._changed.wait_for(lambda: not (self._in_flight and self._running))
 
     async def synced(self) -> tuple[dict[str, float], Anchor]:
-        """The engines have a new version. What happened since the last time, as metrics; where we are."""
+        """Note that the engines have a new version; returns metrics since the last call, and the new anchor."""
         async with self._handing_over:
             queue: dict[str, float] = await self._queue.metrics.remote()
             places: Places = await self._queue.places.remote()

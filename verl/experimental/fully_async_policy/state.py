@@ -1,8 +1,8 @@
-"""What a rollouter is in the middle of: for a checkpoint, and for the one that takes its place when it dies.
+"""A rollouter's state: for a checkpoint, and for its replacement when it dies.
 
-A prompt is known by its place in the order in which prompts are drawn, which data and seed decide. So it takes no
-journal to begin again: from the position in the data at the last sync, what was drawn since is drawn again, and what
-the queue or the trainer has of it is left out. Its uid follows from its place.
+A prompt is identified by its index in the order of drawing, which data and seed determine; its uid follows from that.
+So a replacement needs no journal: from the position in the data at the last sync it draws the same prompts again, and
+omits those that the queue or the trainer has.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RollouterState:
-    """Everything that a later rollouter needs to generate what this one would have."""
+    """All that a later rollouter needs to generate what this one would have generated."""
 
     dataloader: dict[str, Any]
     drawn: int
     in_flight: tuple[Prompt, ...]
     queued: tuple[Sample, ...]
     replaced: int = 0
-    """Of the prompts that were drawn, those that others were drawn for."""
+    """The number of drawn prompts that others have replaced."""
 
     @classmethod
     def at_beginning(cls, dataloader: dict[str, Any]) -> RollouterState:
         return cls(dataloader, 0, (), ())
 
     def to_plain(self) -> dict[str, Any]:
-        """For a checkpoint, all but the position in the data."""
+        """Plain values for a checkpoint, without the position in the data."""
         return {
             "drawn": self.drawn,
             "in_flight": [to_plain((prompt.index, prompt.rows)) for prompt in self.in_flight],
@@ -67,13 +67,13 @@ class RollouterState:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A rollouter when the engines got their last version, or when it began. The driver keeps it."""
+    """The rollouter's state when the engines got their last version, or at its start. The driver keeps it."""
 
     state: RollouterState
-    """`in_flight` has all that it had drawn and of which it did not know that the trainer has it; of `queued`, which it
-    was given itself, it knows no prompts."""
+    """`in_flight` has all prompts drawn and not confirmed by the trainer; not those of `queued`, which the rollouter
+    got as samples."""
     counted: frozenset[int]
-    """By its budget."""
+    """The prompts that its budget counts."""
 
     @classmethod
     def of(cls, state: RollouterState) -> Anchor:
@@ -82,24 +82,24 @@ class Anchor:
 
     @property
     def undone(self) -> frozenset[int]:
-        """Places of what was drawn before it, and may have to be generated again."""
+        """Indices of prompts drawn before the anchor that may have to be generated again."""
         return Anchor.of(self.state).counted
 
 
 @dataclass(frozen=True)
 class Since:
-    """What has become of an anchor's prompts, and of those that were drawn since."""
+    """The fate of an anchor's prompts, and of those drawn since."""
 
     there: frozenset[int] = frozenset()
-    """Samples that the queue or the trainer has."""
+    """Indices of samples that the queue or the trainer has."""
     given_back: frozenset[int] = frozenset()
-    """Of which the trainer does not make use, so that others may be started."""
+    """Indices of samples that the trainer took but does not train on, so that others may be started."""
     replaced: int = 0
-    """How many those are since the run began."""
+    """The number of such samples since the start of the run."""
     is_draining: bool = False
-    """Nothing is to be generated until the next sync is done."""
+    """Whether no prompt may start until the next sync has ended."""
 
 
 def uid_of(run: str, index: int) -> str:
-    """Of the prompt at place `index` of `run`, which is a UUID."""
+    """The uid of the prompt at `index` in `run`, a UUID."""
     return uuid.uuid5(uuid.UUID(run), str(index)).hex

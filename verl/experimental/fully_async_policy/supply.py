@@ -1,9 +1,8 @@
-"""Rollouter and queue as the trainer sees them, started, and started again when one of them dies.
+"""The trainer's view of rollouter and queue: starts them, and restarts them when one dies.
 
-The trainer alone knows which samples it has, the queue which are finished, the rollouter what is being generated. All
-that outlives a rollouter is the `Anchor` of the last sync: another one begins there, and leaves out what queue and
-trainer have. What was in a queue that dies is generated again, and what was in flight beside it, because whoever waited
-for that has failed with it (decision 29).
+Only the trainer knows which samples it has, only the queue which are finished, only the rollouter which are being
+generated. The `Anchor` of the last sync outlives a rollouter: its replacement starts there, and omits what queue and
+trainer have. If a queue dies, its samples are generated again, and those in flight with them (decision 29).
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from verl.workers.config import PPOConfig
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""How often a trainer that waits for samples looks whether a sync has failed."""
+"""The interval at which a trainer that waits for samples checks for a failed sync."""
 ANSWERS_WITHIN_S = 10.0
-"""Both answer at once, whatever they do; one that says nothing for so long is killed, so that nobody waits for it."""
+"""Both actors answer at once, even while they work; one that does not answer within this time is killed."""
 STARTS_WITHIN_S = 120.0
 
 
 class SupplyLost(NamedFailure):
-    """Rollouter or queue died more often than they may be started again."""
+    """Rollouter or queue died more often than the limit of restarts allows."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What rollouters and queues of one run are made with."""
+    """The arguments of all rollouters and queues of one run."""
 
     config: PPOConfig
     dataset: Dataset[dict[str, Any]]
@@ -70,7 +69,7 @@ class _Part:
 
 
 class Supply:
-    """Lives on the driver, and is used by its main thread; `synced` alone runs on the loop of `loop`. `close` it."""
+    """Runs rollouter and queue until `close`. The driver's main thread uses it; `synced` runs on `loop`."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class Supply:
         loop: LoopThread,
         limit: RestartLimit,
     ) -> None:
-        """Starts both, and has them generate. `resumed`: where to begin. `follow_replicas` once some were restarted."""
+        """Starts both, and generation from the state `resumed`. Calls `follow_replicas` after restarts of replicas."""
         self._terms, self._rollouts, self._loop, self._limit = terms, rollouts, loop, limit
         self._follow_replicas, self._max_in_flight = follow_replicas, max_in_flight
         self.restarts = 0
@@ -121,9 +120,9 @@ class Supply:
         self._rollouter = self._queue = None
 
     def take(self, count: int, meanwhile: Callable[[], None]) -> list[Sample]:
-        """The next samples, in the order of their prompts. `meanwhile` is called now and then.
+        """The next samples, in the order of their prompts. Calls `meanwhile` every LOOK_S.
 
-        Raises what the rollouter raises, and SupplyLost.
+        Raises the rollouter's errors, and SupplyLost.
         """
         restarts, queue, taking = 0, None, None
         while True:
@@ -145,11 +144,11 @@ class Supply:
         return sorted(samples, key=lambda sample: sample.index)
 
     def ask_progress(self) -> list[Any]:
-        """Of what `take` waits for. Called while it does, by another thread."""
+        """Request the progress of the samples that `take` waits for. Called by another thread meanwhile."""
         return [self._present(self._queue).actor.progress.remote()]
 
     def replace(self, prompts: Sequence[int]) -> None:
-        """The trainer has taken these and will not train on them: as many more are generated."""
+        """Have as many more prompts generated as these, which the trainer took but will not train on."""
         self._given_back.update(prompts)
         self._replaced += len(prompts)
         try:
@@ -158,14 +157,14 @@ class Supply:
             self._restart_lost(exc)  # the next one has been told
 
     def drain(self) -> Future[Any]:
-        """Have nothing started until `synced`. Done, in whatever way, when nothing is in flight any more."""
+        """Have no prompt started until `synced`. The result is done, or fails, when none is in flight any more."""
         with self._lock:
             self._draining = True
             draining: Future[Any] = self._present(self._rollouter).actor.drain.remote().future()
         return draining
 
     async def synced(self) -> dict[str, float] | None:
-        """The engines have a new version. Metrics; None if the rollouter could not be told: see `tell_synced`."""
+        """Tell the rollouter of a new version; returns its metrics, or None if it is dead: see `tell_synced`."""
         rollouter = self._rollouter
         if rollouter is None:  # another one takes its place right now
             return None
@@ -176,19 +175,19 @@ class Supply:
         return metrics if self._is_anchored(rollouter, anchor) else None
 
     def tell_synced(self) -> dict[str, float]:
-        """`synced`, on the main thread. Starts again what died."""
+        """As `synced`, on the main thread; restarts what died."""
         metrics, anchor = self._asked("synced")
         assert self._is_anchored(self._rollouter, anchor)  # this thread alone replaces rollouters
         told: dict[str, float] = metrics
         return told
 
     def state(self) -> RollouterState:
-        """For a checkpoint: what comes after the samples that were taken."""
+        """The state after the samples taken so far, for a checkpoint."""
         state: RollouterState = self._asked("state")
         return state
 
     def set_max_in_flight(self) -> None:
-        """There are more or fewer engines."""
+        """Adapt the prompts generated at once to the number of engines."""
         self._present(self._rollouter).actor.set_max_in_flight.remote(self._max_in_flight())
 
     def _is_anchored(self, rollouter: _Part | None, anchor: Anchor) -> bool:

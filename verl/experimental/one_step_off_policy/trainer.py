@@ -4,11 +4,10 @@
     trainer          | train 1, publish 1 | train 2, publish 2 | ...
                      ^ boundary: version 0 ^ boundary: version 1
 
-At a boundary nothing generates, and the engines load the version that was published and staged meanwhile. What the
-trainer learns from is therefore exactly one version old; only the first batch, one that had to be generated again
-because its engines died, and prompts that dynamic sampling draws beyond a batch are not. Trainer ranks that are started
-again after they were lost take nothing from the engines: what these generate meanwhile stays what it is, unless the
-trainer goes back to an older step.
+At a boundary no request runs, and the engines load the version published and staged meanwhile. So the trainer's batches
+are exactly one version old, except for the first one, one generated again after engines died, and prompts that dynamic
+sampling draws beyond a batch. A restart of lost trainer ranks does not affect the engines: their batch is kept, unless
+the trainer goes back to an older step.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from verl.workers.config import PPOConfig
 
 @dataclass(frozen=True)
 class Upcoming:
-    """The batch of a later step, which is being generated."""
+    """The batch of a later step while it is generated."""
 
     step: int
     prompts: DataProto
     generation: Generation
     greedy: Generation | None
-    """Of a likeliest response to each prompt, after the others, for who needs it."""
+    """Generation of greedy responses, after the others, if the estimator needs them."""
     dataloader_state: dict[str, Any]
-    """With which these prompts would be drawn again."""
+    """The data loader's state before it drew these prompts."""
 
     @property
     def end(self) -> Future[DataProto]:
-        """Done when the engines have no more to do."""
+        """Done when the engines have generated all of it."""
         return (self.greedy or self.generation).future
 
     def abandon(self) -> None:
@@ -52,7 +51,7 @@ class Upcoming:
 
 
 class OneStepOffPolicyTrainer(RayPPOTrainer):
-    """`RayPPOTrainer` with another order of things. Engines must not have to make room for the trainer."""
+    """A `RayPPOTrainer` that trains while engines generate the next batch. Needs engines on devices of their own."""
 
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
@@ -89,7 +88,7 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
         return self.result(step)
 
     def start_next(self, batches: Iterator[tuple[int, DataProto]]) -> Upcoming | None:
-        """Have the engines generate the next batch, with the version that they have; None when there is none."""
+        """Have the engines generate the next batch with their present version; None if there is no further batch."""
         state = self.train_dataloader.state_dict()
         for step, prompts in batches:
             generation = self.rollouts.start(prompts)
@@ -98,14 +97,14 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
         return None
 
     def finish(self, upcoming: Upcoming, now: Step) -> DataProto:
-        """Wait for the batch; raises what went wrong with it.
+        """Wait for the batch. Raises the errors of its generation.
 
-        What dynamic sampling draws beyond it is generated now, with the weights that the engines have by now.
+        Prompts that dynamic sampling draws beyond it are generated now, with the engines' present weights.
         """
         generated = upcoming.generation.result()
         greedy = upcoming.greedy.result() if upcoming.greedy else None
         return self.sampling.chosen(self.sampling.joined(upcoming.prompts, generated, now, greedy), now)
 
     def state_before(self, upcoming: Upcoming | None) -> dict[str, Any]:
-        """Of the data loader: a resumed run generates the upcoming batch again."""
+        """The data loader's state before the upcoming batch, which a resumed run generates again."""
         return upcoming.dataloader_state if upcoming else self.train_dataloader.state_dict()

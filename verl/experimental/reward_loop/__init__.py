@@ -1,4 +1,4 @@
-"""Where verl 0.9 has what scores responses; here it is in `verl.workers.reward_manager`."""
+"""verl 0.9's import path of reward managers; here they are in `verl.workers.reward_manager`."""
 
 from verl.workers.reward_manager import RewardManagerBase, register
 

@@ -12,9 +12,9 @@ from verl.single_controller.worker import Worker
 
 
 class ColocatedWorkers(Worker):
-    """One worker of every role. `create_colocated_worker_cls` makes subclasses that have the methods of all of them.
+    """One worker of every role. `create_colocated_worker_cls` makes subclasses with the methods of all roles.
 
-    They share the process, its thread for plain methods and its place among the ranks.
+    They share the rank's process, its thread for plain methods, and its `RankInfo`.
     """
 
     roles: ClassVar[Mapping[str, RayClassWithInitArgs]] = {}
@@ -39,7 +39,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
         groups = group.spawn(prefix_set=["actor", "critic"])
         groups["critic"].compute_values(batch)                   # or group.critic_compute_values(batch)
 
-    Methods of both run on the rank's one thread, in the order of the driver's calls.
+    Methods of all roles run on the rank's one thread, in the order of the driver's calls.
     """
     if not class_dict:
         raise ValueError("create_colocated_worker_cls needs one role at least")

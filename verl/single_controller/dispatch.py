@@ -1,6 +1,6 @@
-"""How the arguments of one call on a group are spread over its ranks, and how the ranks' results become one result.
+"""Spreads the arguments of one call on a group over its ranks, and collects the ranks' results.
 
-Plain functions on the driver, without Ray: `register` marks a worker's method, `plan` says what every rank gets.
+Plain functions on the driver, without Ray: `register` marks a worker's method, `plan` computes every rank's arguments.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _REGISTRATION = "__verl_registration__"
 
 
 class Dispatch(Enum):
-    """What the ranks get and what the caller gets back. Results are always in the order of ranks."""
+    """Which arguments the ranks get, and what the caller gets. Results are always in the order of ranks."""
 
     ONE_TO_ALL = "one_to_all"
     """Every rank gets the same arguments; a list with one result per rank."""
     RANK_ZERO = "rank_zero"
-    """Only rank 0 runs; its result. Nothing that rank 0 does may wait for other ranks."""
+    """Only rank 0 runs, and must not wait for other ranks; the caller gets its result."""
     ALL_TO_ALL = "all_to_all"
     """Every argument is a list with one entry per rank; a list with one result per rank."""
     DP_COMPUTE = "dp_compute"
@@ -39,7 +39,7 @@ class Dispatch(Enum):
 
 
 class Execute(Enum):
-    """Which ranks run a method: verl's way to say `Dispatch.RANK_ZERO`."""
+    """Which ranks run a method: verl's option for `Dispatch.RANK_ZERO`."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -47,7 +47,7 @@ class Execute(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What `register` was told about a method."""
+    """The options of `register` for a method."""
 
     dispatch_mode: Dispatch
     blocking: bool
@@ -59,8 +59,8 @@ def register(
     """Make a method of a `Worker` callable on its group, under its own name.
 
     With `blocking` the caller waits for the result; else it gets a `WorkerFuture`. A plain method runs on the rank's
-    one thread, calls in the order in which the driver made them, the same on every rank. An `async def` method runs on
-    the actor's event loop, beside whatever the thread is doing.
+    one thread, in the order of the driver's calls, the same on every rank. An `async def` method runs on the actor's
+    event loop, concurrently with that thread.
     """
     if not isinstance(dispatch_mode, Dispatch):
         raise TypeError(f"register(dispatch_mode={dispatch_mode!r}): use one of {', '.join(map(str, Dispatch))}")
@@ -93,7 +93,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`calls[rank]` are that rank's arguments; `collect` makes the caller's result of the results of these ranks."""
+    """`calls[rank]` are that rank's arguments; `collect` makes the caller's result from these ranks' results."""
 
     calls: dict[int, Call]
     collect: Callable[[list[Any]], Any]
@@ -102,7 +102,7 @@ class Plan:
 def plan(mode: Dispatch, args: Sequence[Any], kwargs: Mapping[str, Any], *, world_size: int, label: str) -> Plan:
     """Spread the arguments over `world_size` ranks. `label` names group and method in messages.
 
-    Raises ValueError or TypeError where the arguments do not fit the mode, naming both numbers.
+    Raises ValueError or TypeError if the arguments do not fit the mode, naming both numbers.
     """
     everyone = range(world_size)
     if mode is Dispatch.RANK_ZERO:

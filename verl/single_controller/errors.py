@@ -1,4 +1,4 @@
-"""What goes wrong between the driver and a worker group.
+"""Errors between the driver and a worker group.
 
 WorkerGroupError
 ├── PlacementError       the cluster lacks the resources; names needed and available ones
@@ -7,9 +7,9 @@ WorkerGroupError
 ├── WorkerTimeout        a deadline of the caller passed (also a TimeoutError); says which ranks are not done
 └── WorkerGroupClosed    the group was shut down, or is unusable after an earlier failure
 
-When a method raises, the caller gets the original exception, with the `WorkerFailed` as its `__cause__`; where the
-original cannot travel between processes the caller gets the `WorkerFailed` itself. What the caller wrote wrongly (sizes
-that do not divide, unknown methods) is a ValueError, TypeError or AttributeError on the driver.
+When a method raises, the caller gets the original exception, with the `WorkerFailed` as its `__cause__`; if the
+original cannot be pickled, the caller gets the `WorkerFailed` itself. Mistakes of the caller (sizes that do not divide,
+unknown methods) raise ValueError, TypeError or AttributeError on the driver.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class WorkerGroupError(Exception):
-    """Base of the tree. `group` is the name of the worker group; `rank` is None where no single rank is meant."""
+    """Base of the tree. `group` is the name of the worker group; `rank` is None if the error concerns several ranks."""
 
     def __init__(self, message: str, *, group: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class WorkerGroupError(Exception):
         self.rank = rank
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross process boundaries, which keyword-only arguments do not survive on their own."""
+        """Pickle keyword-only arguments, too: errors travel between processes."""
         return (_rebuild, (type(self), self.args, self.__dict__))
 
 
@@ -41,7 +41,7 @@ class PlacementError(WorkerGroupError):
 
 
 class WorkerFailed(WorkerGroupError):
-    """`traceback` is the worker's own, as text; `pickled` is the original exception or None if it cannot travel."""
+    """`traceback` is the worker's, as text; `pickled` is the original exception, or None if it cannot be pickled."""
 
     def __init__(
         self, message: str, *, group: str, rank: int | None = None, traceback: str = "", pickled: bytes | None = None
@@ -55,7 +55,7 @@ class WorkerFailed(WorkerGroupError):
 
 
 class WorkerDied(WorkerGroupError):
-    """`pid` and `node` (an IP address) are those of the dead process, or None if it never came up."""
+    """`pid` and `node` (an IP address) are those of the dead process, or None if it never started."""
 
     def __init__(
         self, message: str, *, group: str, rank: int | None = None, pid: int | None = None, node: str | None = None

@@ -1,4 +1,4 @@
-"""`WorkerFuture`: the results that the ranks of a group still owe the driver."""
+"""`WorkerFuture`: the pending results of one call on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from verl.single_controller.errors import WorkerTimeout
 
 Ref: TypeAlias = "ray.ObjectRef[Any]"
 ASKS_AFTER_S = 20.0
-"""So long after the last answer of a rank, or the call, the others are asked whether they live."""
+"""The time after the call, or a rank's last answer, after which the driver checks that the other ranks live."""
 ALL_SILENT_S = 60.0
-"""At least so long no rank may answer while none is done: all may be importing libraries on a machine that is busy."""
+"""While no rank is done, all may be silent for at least this time: they may import libraries on a busy machine."""
 
 
 def is_of_dead_actor(answer: Ref) -> bool:
-    """Whether `answer`, which is there, says that its actor is gone."""
+    """Whether the available `answer` reports that its actor has died."""
     try:
         ray.get(answer)
     except RayActorError:
@@ -29,25 +29,25 @@ def is_of_dead_actor(answer: Ref) -> bool:
 
 
 class FailureHandler(Protocol):
-    """Says what a failed rank means. May block for seconds: it asks the other ranks whether they live."""
+    """Interprets a rank's failure. May block for seconds: it checks whether the other ranks live."""
 
     def __call__(self, method: str, rank: int, error: BaseException, unfinished: Mapping[Ref, int]) -> BaseException:
-        """The exception that the caller of `method` gets. `unfinished` are the calls of ranks still without answer."""
+        """The exception for the caller of `method`. `unfinished` are the calls of ranks without an answer so far."""
 
 
 class SilenceHandler(Protocol):
-    """Asks ranks that are not done whether they live. May block for as long as they may be silent."""
+    """Checks whether unfinished ranks live. May block for as long as they may be silent."""
 
     def __call__(self, method: str, unfinished: Mapping[Ref, int]) -> BaseException | None:
-        """The exception that the caller of `method` gets; None if all of them answer, or one is done, or has failed."""
+        """The exception for the caller of `method`; None if all ranks answer, or one is done or has failed."""
 
 
 class WorkerFuture:
     """One call on the ranks of a group. Wait with `get`, or with `await` on an event loop; any number of times.
 
-    The first rank that fails ends the wait, at once: the other ranks may be waiting for it in a collective, for ever.
-    Giving up waiting (a timeout, a cancelled task) does not stop the ranks. Those that `get` waits for are asked now
-    and then whether they live: nobody else may be waiting for one that is stopped.
+    The first rank that fails ends the wait at once: the other ranks may wait for it in a collective for ever. Giving up
+    (a timeout, a cancelled task) does not stop the ranks. `get` regularly checks that the ranks it waits for live,
+    because otherwise a stopped rank may never be noticed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WorkerFuture:
     ) -> None:
         """`refs` maps each rank's pending result to the rank; `collect` gets the results in the order of ranks.
 
-        `silence_s`: how long ranks may leave `on_silence` without an answer.
+        `silence_s` is the time that ranks have to answer `on_silence`.
         """
         self._pending = dict(refs)
         self._ranks = sorted(refs.values())

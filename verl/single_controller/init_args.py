@@ -1,4 +1,4 @@
-"""`RayClassWithInitArgs`: what the ranks of a worker group are made of."""
+"""`RayClassWithInitArgs`: the class and arguments of a worker group's ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.single_controller.worker import Worker
 
 
 class RayClassWithInitArgs:
-    """A `Worker` subclass, or `ray.remote` of one, and what its `__init__` gets on every rank."""
+    """A `Worker` subclass, or `ray.remote` of one, and the arguments of its `__init__` on every rank."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(cls, ActorClass):

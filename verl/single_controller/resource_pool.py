@@ -1,4 +1,4 @@
-"""`RayResourcePool`: the CPUs and accelerators that one or more worker groups run on."""
+"""`RayResourcePool`: the CPUs and accelerators of one or more worker groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verl.utils.device import resolve_device
 
 REMOVE_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"
-"""Ray gives this label to every node."""
+"""Ray's label of every node with the node's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Slot:
 class RayResourcePool:
     """One bundle of resources per rank; the bundles of one entry of `process_on_nodes` lie on one Ray node.
 
-    Placement groups are made when the first worker group asks for them and removed when the last one has released them.
-    Ray may put two entries on the same node where that has room for both, unless `distinct_nodes` is set:
-    then every entry has a node to itself among them. `max_colocate_count` groups can share the
-    pool: each rank then gets `num_cpus_per_process` CPUs and an equal part of its bundle's accelerator.
+    Creates placement groups for the first worker group, and removes them when the last one has released them. Ray may
+    place two entries on one node with room for both, unless `distinct_nodes` is set: then each entry has its own node.
+    `max_colocate_count` groups can share the pool: each rank then gets `num_cpus_per_process` CPUs and an equal part of
+    its bundle's accelerator.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class RayResourcePool:
         name_prefix: str | None = "pool",
         placement_timeout_s: float = 60.0,
     ) -> None:
-        """`use_accelerator` is the name of a Ray resource, one of which goes to every bundle: GPU, NPU, or None.
+        """`use_accelerator` is the Ray resource of which every bundle has one: GPU, NPU, or None.
 
-        `use_gpu` is verl's way to ask for the accelerator of this machine. `nodes` has, for each entry that shall be on
-        one node and no other, Ray's id of it, None for the rest; empty: all may be anywhere.
+        `use_gpu` is verl's option for the accelerator of this machine. `nodes` has, for each entry, Ray's id of its
+        node, or None for any; empty means any node for all.
         """
         if not process_on_nodes or min(process_on_nodes) < 1:
             raise ValueError(f"process_on_nodes must list at least one node with one process, not {process_on_nodes}")
@@ -87,7 +87,7 @@ class RayResourcePool:
         return sum(self.process_on_nodes)
 
     def place(self) -> None:
-        """Have room for all, until the last user has released it: what `acquire` does first, and raises."""
+        """Reserve room for all ranks until the last `release`, as `acquire` does first. Raises PlacementError."""
         if self._placement_groups:
             return
         try:
@@ -120,7 +120,7 @@ class RayResourcePool:
         return slots
 
     def release(self, user: object) -> None:
-        """Undo `acquire`. Without users the resources go back to Ray, which ends whatever still runs on them."""
+        """Undo `acquire`. After the last user Ray gets the resources back, and ends processes that still use them."""
         if user in self._users:
             self._users.remove(user)
         if not self._users:

@@ -1,4 +1,4 @@
-"""`Worker`, the base of every class of which one instance runs per rank, and the Ray actor around it."""
+"""`Worker`, the base of classes with one instance per rank, and the Ray actor around it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _dumps: Callable[[object], bytes] = cloudpickle.dumps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Who a worker is among its group. The defaults describe a worker that was made without a group: a world of one."""
+    """A worker's rank and place in its group. The defaults describe a worker without a group: a world of one."""
 
     group: str = "local"
     rank: int = 0
@@ -34,10 +34,10 @@ class RankInfo:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     host_addresses: tuple[str, ...] = ()
-    """Of all hosts of the group, if there are several."""
+    """The addresses of all hosts of the group, if there are several."""
 
     def environment(self) -> dict[str, str]:
-        """The variables that `torch.distributed` and launchers agree upon."""
+        """The environment variables of `torch.distributed` and launchers for this rank."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -50,7 +50,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """Where a rank runs: process id, address of its node, Ray's name for that node."""
+    """The process of a rank: its id, the address of its node, Ray's id of that node."""
 
     pid: int
     address: str
@@ -92,28 +92,28 @@ class Worker:
 
     @property
     def master_port(self) -> int:
-        """A port on rank 0's node that is kept for rank 0."""
+        """A port on rank 0's node that is reserved for rank 0."""
         return self.rank_info.master_port
 
     async def on_rank_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """For `async def` methods: run `function` on the thread of the plain methods, after those already called.
 
-        Every collective of the group and everything that touches what plain methods use belongs there. Waiting here for
-        a plain method that itself waits for the caller is a deadlock.
+        Collectives of the group, and all use of plain methods' state, must run there. Waiting here for a plain method
+        that itself waits for the caller is a deadlock.
         """
         return await asyncio.get_running_loop().run_in_executor(self._verl_thread, function, *args)
 
     def close(self) -> None:
-        """Release what outlives a killed process (shared memory, files). Called by `RayWorkerGroup.shutdown` on the
-        rank's thread, unless the group has failed; the process is killed afterwards in any case."""
+        """Release resources that outlive a killed process (shared memory, files). `RayWorkerGroup.shutdown` calls it on
+        the rank's thread, unless the group has failed; the process is always killed afterwards."""
 
 
 class RankHost:
-    """What `actor_class` puts in front of a worker class. Called by `RayWorkerGroup` only.
+    """The actor methods that `actor_class` adds to a worker class. Called by `RayWorkerGroup` only.
 
-    Ray would run plain methods on the event loop, where a long one leaves every control call unanswered, and in
-    whatever order their arguments arrive: a call with a large argument is overtaken by the next one, on some ranks and
-    not on others, and two ranks then wait in different collectives for ever. Hence a thread and numbered turns.
+    Ray would run plain methods on the event loop, where a long one blocks all control calls, and in the order in which
+    their arguments arrive. The next call may overtake one with a large argument on some ranks only; two ranks then wait
+    in different collectives for ever. Hence a thread and numbered turns.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ def _pickle(error: BaseException) -> bytes | None:
 def actor_class(cls: type[Worker]) -> type:
     """The class that Ray instantiates for `cls`: its constructor only readies the process, `_verl_start` does the rest.
 
-    So all processes start at the same time, rank 0 tells its address before any `__init__`, and an `__init__` that
-    raises is a failed call like any other.
+    So all processes start at the same time, rank 0 reports its address before any `__init__`, and an error in
+    `__init__` is that of a normal call.
     """
     return type(cls.__name__, (RankHost, cls), {"__doc__": cls.__doc__})

@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 MAX_CONCURRENT_CALLS = 1000
 """Calls that one worker accepts at a time: async methods in flight and plain methods waiting for their turn."""
 LIVENESS_TIMEOUT_S = 2.0
-"""How long the other ranks may take to say that they live, after one has raised."""
+"""After one rank has raised, the other ranks have this time to answer that they live."""
 STRAGGLER_TIMEOUT_S = 5.0
-"""How long the next call waits for ranks that are still busy with a call that failed on another rank."""
+"""The next call waits this long for ranks that are still busy with a call that failed on another rank."""
 KILL_TIMEOUT_S = 10.0
 SILENCE_S = 600.0
-"""Much: a rank that writes a large tensor to a slow disk may answer nothing until that is done."""
+"""Long, because a rank may not answer while it writes a large tensor to a slow disk."""
 
 
 class RayWorkerGroup:
@@ -50,8 +50,8 @@ class RayWorkerGroup:
             future = actors.submit("update_actor", batch)        # the same without waiting
             metrics = await future                               # or future.get(timeout=60)
 
-    Made, used and shut down on the driver; threads may share it. A method that raises leaves the group usable as soon
-    as its other ranks are done with that call; a worker that dies takes the whole group with it.
+    Used on the driver; threads may share it. After a method has raised, the group is usable as soon as its other ranks
+    are done with that call. The death of a worker ends the whole group.
     """
 
     def __init__(
@@ -65,13 +65,12 @@ class RayWorkerGroup:
         startup_timeout_s: float = 120.0,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """`env_vars` are set before the processes import anything. `nsight`: options of `nsys profile`, which then runs
-        each of them.
+        """`env_vars` are set before the processes import anything. With `nsight`, options of `nsys profile`, that runs
+        each process.
 
-        `startup_timeout_s` is for starting the processes and for their `__init__`s together; placement has the pool's
-        own deadline. `silence_s`: a rank that is not done with a call is asked whether it lives, and fails the call
-        if it has not answered after that time.
-        Raises PlacementError, WorkerTimeout, WorkerDied, or what an `__init__` raised, and then leaves nothing behind.
+        `startup_timeout_s` limits the start of all processes with their `__init__`; placement has the pool's deadline.
+        A rank in a call that does not answer a check within `silence_s` fails the call. Raises PlacementError,
+        WorkerTimeout, WorkerDied or an error of `__init__`, after ending all processes.
         """
         self._cls = ray_cls_with_init.cls
         self.name = name_prefix or self._cls.__name__
@@ -137,7 +136,7 @@ class RayWorkerGroup:
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RoleGroup]:
-        """The group in each of these roles of `create_colocated_worker_cls`. Nothing is started."""
+        """A view of the group for each of these roles of `create_colocated_worker_cls`. Starts no process."""
         known = self._cls.roles if issubclass(self._cls, ColocatedWorkers) else {}
         groups = {role: RoleGroup(self, role) for role in prefix_set}
         if unknown := [role for role in groups if role not in known]:
@@ -147,9 +146,9 @@ class RayWorkerGroup:
         return groups
 
     def lost(self, timeout_s: float) -> list[str]:
-        """A few words on each rank that died, or has not answered within `timeout_s`; ranks answer while they compute.
+        """A text on each rank that died or does not answer within `timeout_s`; ranks answer while they compute.
 
-        A group that had to be ended has lost a rank.
+        A group that has failed has always lost a rank.
         """
         if self._closed:
             return list(self._lost)
@@ -161,7 +160,7 @@ class RayWorkerGroup:
         ]
 
     def shutdown(self, grace_s: float = 5.0) -> None:
-        """Let the workers `close()` for at most `grace_s` seconds, end their processes, release the pool.
+        """Have the workers `close()` within `grace_s` seconds, end their processes, and release the pool.
 
         Idempotent. Leaving the group's `with` block calls it.
         """

@@ -1,4 +1,4 @@
-"""verl's names for what does not depend on Ray there. Here there is one implementation, and it is Ray's."""
+"""verl's names of parts that are independent of Ray there. Here Ray's is the only implementation."""
 
 from verl.single_controller.init_args import RayClassWithInitArgs as ClassWithInitArgs
 from verl.single_controller.resource_pool import RayResourcePool as ResourcePool

@@ -1,4 +1,4 @@
-"""verl's place for what marks the methods of workers."""
+"""verl's import path of the decorator for workers' methods."""
 
 from verl.single_controller.dispatch import Dispatch, Execute, register
 

@@ -1,4 +1,4 @@
-"""verl's place for the base class of workers."""
+"""verl's import path of the workers' base class."""
 
 from verl.single_controller.worker import Worker
 

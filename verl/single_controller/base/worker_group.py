@@ -1,4 +1,4 @@
-"""verl's place for the base of worker groups."""
+"""verl's import path of the worker groups' base."""
 
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 

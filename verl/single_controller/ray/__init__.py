@@ -1,4 +1,4 @@
-"""verl's place for worker groups over Ray."""
+"""verl's import path of worker groups over Ray."""
 
 from verl.single_controller.colocated import create_colocated_worker_cls
 from verl.single_controller.init_args import RayClassWithInitArgs

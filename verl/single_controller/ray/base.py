@@ -1,4 +1,4 @@
-"""verl's place for the parts of worker groups over Ray."""
+"""verl's import path of the parts of worker groups over Ray."""
 
 from verl.single_controller.ray import (
     RayClassWithInitArgs,

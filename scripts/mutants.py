@@ -379,8 +379,9 @@ def reaching(
     """The tests that run these lines, by file, quick files first, and how many more there are than `seconds` allow.
 
     Without those that were tried when `tried_s` were allowed.
-    Of every file the quickest test is taken, then the next one of each. Lines that nothing runs in
-    this process, as an import, a child or a function that numba compiled may do, are tried with all that run the file.
+    All tests of a file of the same name are taken, and of every other file the quickest, then the next of each. Lines
+    that nothing runs in this process, as an import, a child or a function that numba compiled may do, are tried with
+    all that run the file.
     """
     tests = [name for name, run in usual.items() if run.lines.get(file, set()) & lines]
     if not tests:
@@ -388,7 +389,11 @@ def reaching(
     of_file: dict[str, list[str]] = defaultdict(list)
     for name in sorted(tests, key=lambda name: usual[name].seconds):
         of_file[name.split("::")[0]].append(name)
-    turns = sorted((turn, usual[name].seconds, name) for names in of_file.values() for turn, name in enumerate(names))
+    turns = sorted(
+        (0 if has_name_of(tests_file, file) else turn, usual[name].seconds, name)
+        for tests_file, names in of_file.items()
+        for turn, name in enumerate(names)
+    )
 
     def within(left_s: float) -> set[str]:
         taken = set()
@@ -403,6 +408,11 @@ def reaching(
     files = [[name for name in names if name in new] for names in of_file.values()]
     quick_first = sorted(filter(None, files), key=lambda names: sum(usual[name].seconds for name in names))
     return quick_first, len(tests) - len(chosen)
+
+
+def has_name_of(tests_file: str, file: str) -> bool:
+    tests_name, name = Path(tests_file).stem.removeprefix("test_"), Path(file).stem
+    return tests_name in name or name in tests_name
 
 
 class Judge:

@@ -36,6 +36,9 @@ def test_a_test_reaches_a_mutant_if_it_runs_that_statement_or_what_the_import_ru
     assert mutants.reaching("half.py", {3}, usual, 20, tried_s=1) == ([["a.py::slow"]], 0)
     assert mutants.reaching("half.py", {4}, usual, 20) == ([["b.py::quick"]], 0)
     assert mutants.reaching("half.py", {1}, usual, 20) == ([["b.py::quick"], ["a.py::slow"]], 0)
+    usual |= {f"test_half.py::{name}": Usual(0.4, {"half.py": {3}}) for name in ("first", "second")}
+    chosen = [["b.py::quick"], ["test_half.py::first", "test_half.py::second"]]
+    assert mutants.reaching("half.py", {3}, usual | {"b.py::next": Usual(0.2, {"half.py": {3}})}, 1) == (chosen, 2)
 
 
 @pytest.fixture

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.checkpoint_engine.errors import PlanError
-from verl.checkpoint_engine.plan.layout import Layout
+from verl.checkpoint_engine.plan.layout import MAX_DIMS, Layout
 from verl.checkpoint_engine.plan.shards import ShardTable, flat_range_boxes
 from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import ITEMSIZE, Box, Shard, TensorSpec
@@ -208,6 +211,26 @@ def rows(name: str, start: int, stop: int) -> Shard:
 
 def columns(name: str, start: int, stop: int) -> Shard:
     return Shard(name, Box((0, start), (4, stop)))
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda first, columns: ([], columns),
+        lambda first, columns: ([1, *first[1:]], columns),
+        lambda first, columns: ([*first[:-1], first[-1] - 1], columns),
+        lambda first, columns: ([*first[:-1], first[-1] + 1], columns),
+        lambda first, columns: ([0, first[-1], *first[1:]], columns),
+        lambda first, columns: (first, columns[:-1]),
+        lambda first, columns: (first, [(columns[0][0], MAX_DIMS + 1), *columns[1:2] * (2 * MAX_DIMS + 3)]),
+        lambda first, columns: (first, [(-1, columns[0][1]), *columns[1:]]),
+    ],
+)
+def test_what_cannot_be_a_plan_is_not_decoded(alter: Callable[..., tuple[list[int], list[Any]]]):
+    plan = plan_for(SPECS, [[rows("a", 0, 4), rows("b", 0, 2)], [rows("b", 2, 4), rows("c", 0, 4)]], 1024)
+    layout, *rest = msgspec.msgpack.decode(plan.encode())
+    with pytest.raises(PlanError, match="not an encoded plan"):
+        SyncPlan.decode(msgspec.msgpack.encode([layout, *alter(*rest)]))
 
 
 def test_one_error_names_every_tensor_that_is_not_covered_and_how_much_is_missing():

@@ -16,7 +16,7 @@ from tests.checkpoint_engine.fakes import RecordingReplica, RowShardedSource
 from tests.cli.runs import PHASE_S, sync_report
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.links.traffic import Traffic, links_of
-from verl.checkpoint_engine.plan.member_report import SLOWEST, Link, MemberTime, PhaseReport
+from verl.checkpoint_engine.plan.member_report import SLOWEST, Link, MemberTime, PhaseReport, busiest
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.outliers import LEAST_KNOWN, TIMES, outlier, slowest_of
@@ -136,7 +136,9 @@ def test_a_report_of_hundreds_of_members_stays_small():
     assert (told.members, told.nbytes, len(told.slowest)) == (512, 512_000, SLOWEST)
     assert told.slowest[0].member == "node-511"
     assert told.median_s == pytest.approx(256.5)
-    links = tuple(Link(member=f"node-{n}", peer="trainer-0", nbytes=10**9, seconds=1.0) for n in range(SLOWEST))
+    every = [Link(member=f"node-{n}", peer="trainer-0", nbytes=10**9, seconds=1.0 + n) for n in range(512)]
+    links = busiest(every)
+    assert links == tuple(every[: -SLOWEST - 1 : -1])
     report = sync_report(1, 0.0, members=dict.fromkeys(PHASE_S, told), links=links)
     assert len(msgspec.json.encode(report)) < 12_000
 

@@ -144,6 +144,7 @@ async def test_a_member_that_fails_before_commit_leaves_the_old_version_in_servi
         assert (abort.phase, abort.member) == (phase, member.name)
         cause = abort.__cause__
         assert isinstance(cause, CheckpointEngineError)
+        assert (cause.version, cause.phase, cause.member) == (2, phase, member.name)
         assert "it broke" in str(cause)
         assert [committed_version(path) for path in arenas_in(tmp_path)] == [1, 1]
         assert fleet.manager.version == 1

@@ -6,10 +6,12 @@ numbers, and nothing of the arena can be kept, as where the server is on another
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from verl.checkpoint_engine import WeightPublisher
 from verl.checkpoint_engine.parameter_server.rescue import Rescue
@@ -28,6 +30,8 @@ if __name__ == "__main__":
     url, *model = sys.argv[1:]
     if model == ["far"]:
         model, Rescue._keep = [], lambda *_: None  # type: ignore[method-assign]
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
     tensors = weights_of(1, *map(Path, model))
     with WeightPublisher(tensors, [url]) as publisher:
         publisher.push(1)

@@ -76,6 +76,25 @@ def test_a_publisher_that_is_killed_leaves_no_server_paused(step: str, shm: Path
         assert_serves(vllm, "1" if step in BEFORE_IT_LOADS else "2")
 
 
+def test_ranks_of_torchrun_end_when_it_is_told_to_and_leave_a_server_that_serves(shm: Path):
+    """As a scheduler of jobs ends them, while the server does not answer."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m"]
+    with stand_in(2) as (vllm, url):
+
+        def end(path: str) -> None:
+            if path == "/update_weights" and vllm.version == "1" and process.poll() is None:
+                ranks = psutil.Process(process.pid).children()
+                process.terminate()
+                psutil.wait_procs(ranks)
+
+        vllm.before = end
+        with subprocess.Popen([sys.executable, *launcher, killed_publisher.__name__, url]) as process:
+            assert process.wait() != 0
+        assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [])
+        assert_serves(vllm, vllm.version)
+        assert vllm.holders == {None}
+
+
 @pytest.mark.parametrize("step", [*STEPS, AMID])
 def test_a_server_of_another_host_serves_what_it_holds_or_refuses_to(step: str, shm: Path):
     """Nothing can be loaded there once the publisher is dead: the memory went with it."""

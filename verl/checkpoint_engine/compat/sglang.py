@@ -29,7 +29,10 @@ def stay_paused_while(is_torn: Callable[[], bool]) -> None:
 
     def set_paused(self: Any, paused: bool) -> None:
         if not paused and is_torn():
-            logger.error("a load that failed has torn the weights: this server stays paused until one succeeds")
+            logger.error(
+                "a load that failed has torn the weights: this server stays paused until one succeeds. Push a version, "
+                "from any publisher"
+            )
         vars(self)[PAUSED] = paused
 
     setattr(scheduler, PAUSED, property(is_paused, set_paused))

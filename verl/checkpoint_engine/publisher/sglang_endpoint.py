@@ -172,7 +172,7 @@ class SGLangEndpoint(HttpServer):
         """Resume, if no load of `version` has begun. Raises ActivationError otherwise."""
         if self._has_begun:
             raise ActivationError(
-                f"{self.url} had begun to load version {version}: it stays paused until a load succeeds"
+                f"{self.url} had begun to load version {version}: it stays paused until a load succeeds: push again"
             )
         self.resume()
 
@@ -180,7 +180,9 @@ class SGLangEndpoint(HttpServer):
         """Generate again. Idempotent. Raises ActivationError if a load has torn the weights (the server stays paused),
         or if the server was restarted since it has loaded."""
         if self._has_begun:
-            raise ActivationError(f"what {self.url} holds is torn by a load that failed: it stays paused")
+            raise ActivationError(
+                f"what {self.url} holds is torn by a load that failed: it stays paused until one succeeds"
+            )
         self.call("POST", "/continue_generation", {})
         if self._loaded is not None and (said := self.version()) != str(self._loaded):
             raise ActivationError(f"{self.url} reports version {said!r}, but has loaded '{self._loaded}'")

@@ -664,7 +664,7 @@ async def test_a_first_version_that_no_replica_can_load_leaves_all_paused_until_
     async with Fleet(weights(0), tmp_path, replicas=2) as fleet:
         for replica in fleet.replicas:
             replica.fail = at("activate", raising(ActivationError("cannot load"), times=1))
-        await aborted(fleet, 1)
+        assert "no replica is in service" in (await aborted(fleet, 1)).message
         assert fleet.manager.version is None
         assert fleet.manager.replicas == []
         assert all(replica.paused and "resume" not in replica.log for replica in fleet.replicas)

@@ -1,4 +1,4 @@
-"""Tools of one subject each. verl's two names are resolved on first use."""
+"""Utilities, one subject per module. verl's two names are resolved on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `DataProto` is made of: arrays of objects, positions, and tensors that travel as bytes."""
+"""The parts of a `DataProto`: arrays of objects, positions, and tensors that are pickled as bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def unfolded(key: str, values: Any, parts: int) -> Any:
 
 
 def described(value: Any) -> str:
-    """The type of a value, and of what is in it."""
+    """The type of a value and of its elements, as text."""
     if isinstance(value, torch.Tensor | np.ndarray) and value.dtype != object:
         return f"{type(value).__name__} {list(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):
@@ -67,7 +67,7 @@ def described(value: Any) -> str:
 
 
 def object_nbytes(values: Any) -> int:
-    """About what an array of objects takes: what it is pickled."""
+    """The approximate size of an array of objects: that of its pickle."""
     return len(pickle.dumps(values))
 
 

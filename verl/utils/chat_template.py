@@ -1,4 +1,4 @@
-"""What a chat template puts between two messages of the policy, as token ids."""
+"""The token ids that a chat template puts between two messages of the policy."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 OPENINGS = ([_message("user", "x")], [_message("system", "x"), _message("user", "x")])
-"""Of the conversations that templates are asked to write: some refuse an empty message, some want one of the system."""
+"""First messages of test conversations: some templates refuse an empty message, some require one of the system."""
 
 
 class Turns:
-    """The template of one tokenizer, with the tools and the arguments that prompts are written with.
+    """The template of one tokenizer, with the tools and arguments of the prompts.
 
-    Use it in the tokenizer's thread.
+    Use it on the tokenizer's thread.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Turns:
         return tuple(self._own_ends[:1])
 
     def between(self, replies: Sequence[Mapping[str, Any]], said: Sequence[int]) -> list[int]:
-        """Everything between the policy's message `said` and its next one, in which others say `replies`.
+        """The token ids between the policy's message `said` and its next one, with the messages `replies` of others.
 
-        The end of `said` is part of it unless the policy has written one, be it another than the template's. Replies
-        are text: what reads like a special token in them does not become one. Raises ConfigError for answers of tools
-        in a template that does not show them, and whatever the template raises.
+        Includes the end of `said`, unless the policy has written an end, even another than the template's. Special
+        tokens in the text of replies become ordinary ones. Raises ConfigError for answers of tools in a template that
+        does not show them, and the template's errors.
         """
         shape = self._shape_for_tools() if any(reply["role"] == "tool" for reply in replies) else PLAIN
         mark = uuid4().hex  # nobody can have written it
@@ -196,7 +196,7 @@ _known: dict[tuple[Any, ...], Turns] = {}
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, arguments: Mapping[str, Any]) -> Turns:
-    """`Turns`, made once for the same tokenizer, template, tools and arguments."""
+    """The `Turns` of a tokenizer, cached by tokenizer, template, tools and arguments."""
     key = (id(tokenizer), len(tokenizer), tokenizer.eos_token, repr((tokenizer.chat_template, tools, arguments)))
     if key not in _known:
         while len(_known) >= MOST_KEPT:
@@ -206,7 +206,7 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, ar
 
 
 def well_formed(text: str) -> str:
-    """`text` as tokenizers take it: halves of surrogate pairs are put together, single ones replaced."""
+    """`text` in a form that tokenizers accept: surrogate pairs are joined, single surrogates replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: a progress bar, one line per step, a summary at the end."""
+"""A run's output on the terminal: a progress bar, one line per step, a summary at the end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rich.text import Text
 from verl.checkpoint_engine.support.console import is_live
 
 WIDTH = 80
-"""Columns where there is no terminal to ask."""
+"""Columns without a terminal."""
 Field = tuple[str, tuple[str, ...], int | None, str]
-"""Label, metrics of which the first that is there is shown, decimals (None: two digits, wherever), unit."""
+"""Label, metrics (the first present one is shown), decimals (None: two significant digits), unit."""
 NEEDED: tuple[Field, ...] = (
     ("reward ", ("critic/score/mean", "critic/rewards/mean"), 3, ""),
     ("response ", ("response_length/mean",), 1, " tok"),
@@ -32,7 +32,7 @@ NEEDED: tuple[Field, ...] = (
     ("sync ", ("timing_s/update_weights",), 2, " s"),
     ("", ("tokens_per_second",), 0, " tok/s"),
 )
-"""What people look at first."""
+"""The most important fields."""
 HEALTH: tuple[Field, ...] = (
     ("kl ", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), 4, ""),
     ("clipped ", ("actor/pg_clipfrac",), 2, ""),
@@ -44,31 +44,31 @@ HEALTH: tuple[Field, ...] = (
     ("mfu ", ("perf/mfu/actor",), 2, ""),
     ("grad ", ("actor/grad_norm",), 2, ""),
 )
-"""Whether it goes well; the most needed first."""
+"""Fields on the health of the run, the most important first."""
 SHORT_LABELS = {"response ": "", "probs diff ": "diff "}
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 MOST_OF_A_TEXT = 600
-"""Characters that a box shows of a prompt, an answer or a truth."""
+"""The most characters of a prompt, an answer or a truth in a box."""
 BAR_WIDTH = 44
-"""Columns of bar, counts without their digits, and both times."""
+"""Columns of the bar, the counts (without digits) and both times."""
 HELD_OUT = re.compile(r"val-core/(?P<source>.*)/(?:acc|reward)/mean@\d+")
 SECONDS = ("gen ", "update ", "sync ")
-"""Shown as one sum where space is short."""
+"""Fields shown as one sum if space is short."""
 
 
 def validation_rewards(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Held-out mean by data source, of `acc`, or else of the reward, out of the metrics of one step; empty if it was
-    not validated."""
+    """The held-out mean of `acc`, or else of the reward, by data source, from the metrics of a step; empty without a
+    validation."""
     found = {HELD_OUT.fullmatch(name): value for name, value in metrics.items() if value is not None}
     return {match["source"]: value for match, value in found.items() if match}
 
 
 def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None, width: int = WIDTH) -> str:
-    """The step in lines of plain text that fit `width`: one, or a second one of its health where there is no room for
-    both; then the held-out rewards on lines of their own.
+    """The step as lines of plain text within `width`: one line, or a second one for its health if both do not fit.
+    Held-out rewards have lines of their own.
 
-    What was not measured is left out. So is what has no room on its line, the least needed first; before that labels
-    get shorter and the seconds become one sum, `gen+update+sync`.
+    Omits fields that were not measured. If a line is too long, labels are shortened, then the seconds become one sum,
+    `gen+update+sync`, then the least important fields are omitted.
     """
     name = f"step {step}" if total_steps is None else f"step {step:>{len(str(total_steps))}}/{total_steps}"
     needed, health = _measured(metrics, NEEDED), _measured(metrics, HEALTH)
@@ -145,10 +145,10 @@ def _held_out(source: str, reward: float, room: int) -> str:
 
 
 class StepConsole:
-    """Prints every step and, on a terminal, keeps a progress bar below. Elsewhere: plain lines of up to 80 columns, no
-    control characters.
+    """Prints every step and, on a terminal, keeps a progress bar below. Without one: plain lines of up to 80 columns,
+    no control characters.
 
-    While the bar is up, what the process prints to stdout and stderr appears above it.
+    While the bar is shown, the process's output to stdout and stderr appears above it.
     """
 
     def __init__(self, *, total_steps: int | None, first_step: int = 0, stream: IO[str] | None = None) -> None:
@@ -180,20 +180,20 @@ class StepConsole:
             self._progress.update(self._task, completed=step)
 
     def show_phase(self, text: str) -> None:
-        """Beside the bar, if there is one, as far as there is room. From any thread."""
+        """Show a phase beside the bar, if there is one, cut to the space. Called from any thread."""
         if self._progress is not None:
             room = self._progress.console.width - BAR_WIDTH - 2 * len(str(self._total_steps))
             self._progress.update(self._task, phase=text[: max(room, 0)])
 
     def close(self) -> None:
-        """Leaves the terminal as it was. Idempotent."""
+        """Restore the terminal. Idempotent."""
         if self._progress is not None:
             self._progress.stop()
 
 
 def boxed(title: str, parts: Mapping[str, str], width: int = WIDTH) -> str:
-    """A box of plain text with a paragraph for each of `parts`: long ones without their middle, and without characters
-    that move a cursor."""
+    """A box of plain text with a paragraph for each of `parts`. Omits the middle of long ones, and control
+    characters."""
     table = Table.grid(padding=(0, 1))
     table.add_column()
     table.add_column(overflow="fold", ratio=1)
@@ -216,7 +216,7 @@ def print_summary(
     *,
     stream: IO[str] | None = None,
 ) -> None:
-    """The end of a run: held-out reward by data source before and after training, and where the artefacts are.
+    """Print the end of a run: the held-out reward by data source before and after training, and the artefacts' paths.
 
     `before` and `after` are as `validation_rewards` returns them, `artefacts` are paths by what they hold. Paths are
     never cut or wrapped.

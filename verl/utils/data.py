@@ -25,7 +25,7 @@ from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_b
 
 SUFFIXES = (".parquet", ".jsonl")
 ENOUGH = 1.0
-"""The score of a right answer."""
+"""The least score of a right answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +33,20 @@ class Recipe:
     """How the rows of one data set become samples."""
 
     data_source: str
-    """It selects the rule that scores responses."""
+    """The source, which selects the rule that scores responses."""
     question: str
     solution: str
-    """These are columns."""
+    """Like `question`, the name of a column."""
     instruction: str
-    """Follows every question: the rule looks for answers in this form."""
+    """The text after every question, with the form of answers that the rule expects."""
     truth: Callable[[str], str | None]
-    """The answer in a solution; None where there is none."""
+    """Returns the answer in a solution, or None."""
     form: str
-    """What a solution without an answer lacks."""
+    """The form that a solution without an answer lacks, for the error."""
 
 
 def number_at_the_end(solution: str) -> str | None:
-    """Of GSM8K's own solutions, some of which have spaces or a currency there, and text of another line behind it."""
+    """The number at the end of GSM8K's own solutions; some have spaces or a currency there, and a further line."""
     before, mark, last = solution.rpartition("####")
     line = last.strip().splitlines()[0] if mark and last.strip() else ""
     return extract_solution(f"{before}#### {line.strip().lstrip('$')}") if line else None
@@ -78,7 +78,7 @@ RECIPES = {
 
 
 def prepared(recipe: Recipe, rows: Rows, split: str, instruction: str | None = None) -> list[dict[str, Any]]:
-    """Samples in verl's schema. Raises ConfigError for rows without a question or an answer, with the place of one."""
+    """Samples in verl's schema. Raises ConfigError, naming the first row, for rows without a question or an answer."""
     asked = recipe.instruction if instruction is None else instruction
     samples: list[dict[str, Any]] = []
     wrong: list[str] = []
@@ -110,7 +110,7 @@ def _problem(recipe: Recipe, question: Any, solution: Any) -> str:
 
 
 def unrewarded(samples: Sequence[dict[str, Any]]) -> int:
-    """How many of the data set's own solutions the rule does not call right."""
+    """The number of the data set's own solutions that the rule does not score as right."""
     count = 0
     for sample in samples:
         score = default_compute_score(
@@ -121,7 +121,7 @@ def unrewarded(samples: Sequence[dict[str, Any]]) -> int:
 
 
 def write(samples: Sequence[dict[str, Any]], path: Path) -> None:
-    """Parquet or JSON Lines, as the name says. What was there is replaced once all is written."""
+    """Write Parquet or JSON Lines, by the file's name. Replaces an existing file once all is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
@@ -168,7 +168,7 @@ def _check(source: Path, target: Path, *, force: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 2 for what cannot be prepared, with one line on stderr."""
+    """Run the command; returns the exit code: 2, with one line on stderr, for data that cannot be prepared."""
     options = _parser().parse_args(arguments)
     recipe = RECIPES[options.name]
     target: Path = options.to or Path("data", options.name, f"{options.split}.parquet")

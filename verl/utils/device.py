@@ -1,4 +1,4 @@
-"""Which device this process computes on, and verl's names for it."""
+"""The device of this process, and verl's names for it."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ __all__ = [
 
 
 def get_device_name() -> str:
-    """verl's name for the kind of device that this process computes on."""
+    """verl's name for the device type of this process."""
     return resolve_device()
 
 
 def get_torch_device() -> Any:
-    """torch's module for it: torch.cuda, torch.npu or torch.cpu."""
+    """torch's module for this device: torch.cuda, torch.npu or torch.cpu."""
     return device_module(resolve_device())
 
 
 def get_device_id() -> Any:
-    """What that module calls the current device."""
+    """The current device in that module."""
     return get_torch_device().current_device()
 
 

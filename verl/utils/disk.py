@@ -1,4 +1,4 @@
-"""Disks that are full: told as that, whichever library was writing."""
+"""Reports a full disk as `DiskFull`, whichever library was writing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from verl.utils.failures import NamedFailure
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""No space on the disk, in the user's share of it, or for a file of that size."""
+"""Errors: no space on the disk, quota exceeded, file too large."""
 _SAID = re.compile(
     rf"[(\[](os error|Errno) ({'|'.join(map(str, FULL))})[)\]]"  # libraries in Rust, safetensors among them; Python
     r"|inline_container\.cc.*(unexpected pos|failed writing|write failed)"  # torch.save keeps no errno
@@ -20,11 +20,11 @@ _SAID = re.compile(
 
 
 class DiskFull(NamedFailure):
-    """What was to be written does not fit. The message names the path, the bytes needed and those that are free."""
+    """A file does not fit on the disk. The message names the path, the needed and the free bytes."""
 
 
 def require_space(path: Path, needed_nbytes: int) -> None:
-    """Raises DiskFull unless the disk of `path` has room for so much. `path` need not be there yet."""
+    """Raises DiskFull unless the disk of `path` has so many bytes free. `path` need not exist."""
     free = _free_nbytes(path)
     if needed_nbytes > free:
         raise DiskFull(_sentence(path, needed_nbytes, free))
@@ -32,7 +32,7 @@ def require_space(path: Path, needed_nbytes: int) -> None:
 
 @contextmanager
 def full_disk_told(path: Path, needed_nbytes: int | None = None) -> Iterator[None]:
-    """Around whoever writes `needed_nbytes` in all to `path`: what a full disk made of that is raised as DiskFull."""
+    """Context for writing `needed_nbytes` in total to `path`: raises DiskFull in place of errors due to a full disk."""
     try:
         yield
     except Exception as exc:
@@ -42,7 +42,7 @@ def full_disk_told(path: Path, needed_nbytes: int | None = None) -> Iterator[Non
 
 
 def is_of_full_disk(exc: BaseException) -> bool:
-    """Whether a library says with this that a disk took no more."""
+    """Whether an exception of any library reports a full disk."""
     if isinstance(exc, OSError) and exc.errno in FULL:
         return True
     return _SAID.search(str(exc)) is not None

@@ -1,4 +1,4 @@
-"""Which fields of a model's configuration make it drop or shake activations at random while it is trained."""
+"""Finds the fields of a model's configuration that drop or disturb activations at random in training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Path = tuple[str, ...]
 
 
 def is_random(name: str, value: Any) -> bool:
-    """Whether a field of this name and value is the probability of something random, or the size of some noise."""
+    """Whether a field of this name and value is a probability of dropping, or the size of a noise."""
     if isinstance(value, list | tuple):
         return any(is_random(name, each) for each in value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -25,7 +25,7 @@ def is_random(name: str, value: Any) -> bool:
 
 
 def random_fields(fields: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of each in `fields`, which may be nested."""
+    """(path, value) of each such field in `fields`, which may be nested."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from (((name, *path), inner) for path, inner in random_fields(value))
@@ -39,7 +39,7 @@ def none_of(value: Any) -> Any:
 
 
 def require_no_random(override_config: Mapping[str, Any], dropout: str) -> None:
-    """Raises ConfigError for an override that drops something in a run that drops nothing."""
+    """Raises ConfigError for an override that drops activations in a run without dropout."""
     if dropout == KEEP:
         return
     for path, value in random_fields(override_config):

@@ -1,15 +1,15 @@
-"""Failures of a run that a sentence explains."""
+"""Failures of a run that one sentence explains."""
 
 from __future__ import annotations
 
 
 class NamedFailure(Exception):
-    """Ends a run. The message says what happened and what to do; commands show that alone, and the traceback with
+    """Ends a run. The message states what happened and the remedy; commands show only that, and the traceback with
     VERL_TRACEBACK=1."""
 
 
 def in_one_line(failure: NamedFailure) -> str:
-    """What it says. Ray hands on an error of another process as one whose text is that process' traceback."""
+    """The failure's own message. Ray wraps an error of another process in one whose text is a traceback."""
     while isinstance(cause := getattr(failure, "cause", None), NamedFailure):
         failure = cause
     return " ".join(str(failure).split())

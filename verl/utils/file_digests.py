@@ -1,4 +1,4 @@
-"""What files held when they were written, noted in a file beside them: sizes, and xxh3 digests of their bytes."""
+"""Records sizes and xxh3 digests of files when they are written, in a file beside them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _CHUNK = 2**24
 
 
 def write_digests(directory: Path, names: Iterable[str], file: str = "digests.json") -> None:
-    """Of `names` in `directory`, as they are now. `file` is named `digests*.json`: each writer has its own."""
+    """Write the digests of `names` in `directory`. `file` is named `digests*.json`: each writer has its own."""
     found = {name: [(directory / name).stat().st_size, _digest(directory / name)] for name in sorted(names)}
     (directory / file).write_text(json.dumps(found))
 
 
 def noted_in(directory: Path, parts: Iterable[str]) -> list[Path]:
-    """What `write_digests` has left in those directories of it."""
+    """The files of `write_digests` in these subdirectories."""
     return [file for part in parts for file in sorted((directory / part).glob(_NAME))]
 
 
 def damaged(directory: Path, *, bytes_up_to: int | None = None, share: tuple[int, int] = (0, 1)) -> str:
-    """What is wrong with a file of `directory`, by its name; empty if nothing is, or nobody has noted anything.
+    """The first file of `directory` that differs from its record, and how; empty without differences or records.
 
-    `bytes_up_to`: where the files have more bytes together, only their sizes are compared; None: bytes always are.
-    `share`: (number, count): of `count` callers each compares another part of the files.
+    If the files have more than `bytes_up_to` in total, compares only their sizes; None always compares digests. `share`
+    is (number, count): each of `count` callers compares another part of the files.
     """
     try:
         noted = dict(_noted(directory))

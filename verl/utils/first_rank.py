@@ -1,4 +1,4 @@
-"""What rank 0 alone does, in the middle of a collective."""
+"""Actions of rank 0 alone between collectives of all ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from verl.utils.disk import DiskFull
 class FirstRank:
     """A context manager on every rank; `do` acts on rank 0.
 
-    If that fails, the block goes on to its end, because other ranks wait in its collectives; every rank raises then.
-    Else rank 0 would be gone, and the others would wait for it until their deadline.
+    If one fails, the block continues to its end, because other ranks wait in its collectives; then every rank raises.
+    Otherwise the others would wait for rank 0 until their deadline.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class FirstRank:
         self._failure: Exception | None = None
 
     def do(self, action: Callable[[], object]) -> None:
-        """Nothing is done after a failure."""
+        """Call `action` on rank 0, unless an earlier action has failed."""
         if not self._is_first or self._failure is not None:
             return
         try:

@@ -1,7 +1,7 @@
-"""How much arithmetic a training step takes, and how much a device can do: together the model's FLOPs utilisation.
+"""The arithmetic of a training step and the peak of a device: together the model FLOPs utilisation.
 
-MFU as in Chowdhery et al., PaLM (2022), appendix B: what a step needs without recomputation, over what the devices
-could have done in its time.
+MFU as in Chowdhery et al., PaLM (2022), appendix B: the operations of a step without recomputation, over the devices'
+peak in its time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PEAK_BFLOAT16 = {
     "L40S": 362e12,
     "H20": 148e12,
 }
-"""FLOP/s by a part of the device's name, without sparsity, from NVIDIA's data sheets. The first that fits counts."""
+"""FLOP/s by a part of the device's name, without sparsity, from NVIDIA's data sheets. The first match counts."""
 COUNTED = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Architectures (`model_type`) whose matrices we know: attention with grouped queries, gated MLPs, experts."""
+"""Architectures (`model_type`) with known matrices: attention with grouped queries, gated MLPs, experts."""
 MATRIX = {"cpu": 512}
 """Rows of the square matrices whose product is timed; 8192 on accelerators."""
 TRIALS = 3
@@ -40,8 +40,8 @@ def is_counted(model: PretrainedConfig) -> bool:
 
 
 def training_flops(model: PretrainedConfig, lengths: Iterable[int]) -> float:
-    """Of the forward and backward pass over sequences of `lengths` tokens: 6 per token and parameter of a matrix that
-    the token is multiplied by, 12 per layer, head, element of a head and pair of tokens."""
+    """FLOPs of the forward and backward pass over sequences of `lengths` tokens: 6 per token and parameter of a matrix
+    that multiplies the token, 12 per layer, head, element of a head and pair of tokens."""
     text: Any = model.get_text_config()
     heads, head_size = text.num_attention_heads, _head_size(text)
     total = 0.0
@@ -52,9 +52,9 @@ def training_flops(model: PretrainedConfig, lengths: Iterable[int]) -> float:
 
 
 def peak_flops(device: torch.device) -> float:
-    """FLOP/s of `device`: of its data sheet where we know it, else those of a product of two matrices, measured now.
+    """Peak FLOP/s of `device`: from its data sheet if known, else measured now with a product of two matrices.
 
-    On a CPU with as many threads as torch has, for bfloat16 or float32, whichever is faster.
+    On a CPU measured with all of torch's threads, for the faster of bfloat16 and float32.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""What is trained of a checkpoint that is more than a language model: that alone, or the whole model, which sees."""
+"""Decides which part of a multimodal checkpoint is trained: its language model alone, or the whole model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 WRAPPERS = ("gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
-"""Architectures (`model_type`) around a causal language model that transformers can also build by itself. From text it
-then computes the same: each has a row in `tests/models/configurations.py`, whose tests compare the two."""
+"""Architectures (`model_type`) around a causal language model that transformers can also build by itself. On text both
+compute the same: tests compare them for each row of `tests/models/configurations.py`."""
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Architectures that are trained whole, with their vision tower, and see the pictures of prompts."""
+"""Architectures that are trained as a whole, with their vision tower, on prompts with pictures."""
 
 
 def sees(config: PretrainedConfig) -> bool:
@@ -26,7 +26,7 @@ def sees(config: PretrainedConfig) -> bool:
 
 
 def directory_sees(directory: str | Path) -> bool:
-    """Whether `config.json` in it is of such a model. Reads no more; False for anything that is no such directory."""
+    """Whether the directory's `config.json` is of such a model; False without one. Reads no other file."""
     try:
         found = json.loads((Path(directory).expanduser() / "config.json").read_text())
     except (OSError, ValueError):
@@ -35,12 +35,12 @@ def directory_sees(directory: str | Path) -> bool:
 
 
 def is_wrapper(config: PretrainedConfig) -> bool:
-    """Whether the model of `config` is one of those, with more than a language model in its checkpoint."""
+    """Whether the model of `config` is one of WRAPPERS, with more than a language model in its checkpoint."""
     return config.model_type in WRAPPERS
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of the language model alone: `config` itself unless that is of a wrapper."""
+    """The configuration of the language model alone; `config` itself unless it is a wrapper's."""
     if not is_wrapper(config):
         return config
     text = copy.deepcopy(config.get_text_config())

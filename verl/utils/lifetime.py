@@ -1,4 +1,4 @@
-"""How processes of a run begin and end: with private files, and with the raylet that they belong to."""
+"""The start and end of a run's processes: with private files, and together with their raylet."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from verl.checkpoint_engine.support.lifetime import end_with
 
 
 def begin_actor() -> None:
-    """For the constructors of Ray actors: files that it makes are its user's alone, and it ends with its raylet.
+    """Called in the constructors of Ray actors: makes new files private, and ends the process with its raylet.
 
-    A Ray that somebody else has started gives its workers that one's umask.
+    The workers of a Ray that another user started have that user's umask.
     """
     keep_private(envs.files_for())
     end_with_raylet()
 
 
 def end_with_raylet() -> None:
-    """Have this process killed when its raylet is gone. Does nothing outside of Ray.
+    """Have this process killed when its raylet ends. Does nothing outside of Ray.
 
-    Ray's workers only look whether process 1 has adopted them. Where somebody else adopts orphans (a user's systemd,
-    some inits of containers, some terminals), they outlive a killed driver, which takes its raylet along, by a minute,
-    and trainer ranks for ever: with their memory, and with the shared memory whose owner they are.
+    Ray's workers only check whether process 1 has adopted them. If another process adopts orphans (a user's systemd,
+    some inits of containers, some terminals), they outlive a killed driver and its raylet by a minute, and trainer
+    ranks for ever: with their memory, and the shared memory that they own.
     """
     pid = envs.raylet_pid()
     if pid is not None:

@@ -1,4 +1,4 @@
-"""Classes that a YAML file or a column names: "module:Class", "module.Class" or "path/to/file.py:Class"."""
+"""Loads classes named in a YAML file or a column: "module:Class", "module.Class" or "path/to/file.py:Class"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.utils.user_code import load_from_file
 
 
 def load_class(target: str, base: type | tuple[type, ...], where: str) -> type[Any]:
-    """The subclass of `base`, or of one of several, that `target` names; `where` says who asked. Raises ConfigError."""
+    """The subclass of `base` (or of one of several) named by `target`; `where` is for messages. Raises ConfigError."""
     separator = ":" if ":" in target else "."
     module_name, _, class_name = target.rpartition(separator)
     if not module_name:
@@ -50,7 +50,7 @@ def read_yaml(path: str, where: str) -> Any:
 def read_entries(
     path: str, key: str, kind: str, section: str, known: Sequence[str]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The entries of a YAML file with a list `section`, each with what it is called in messages. Raises ConfigError.
+    """The entries of the list `section` in a YAML file, each with its name for messages. Raises ConfigError.
 
     Every entry has `class_name`, and others of the `known` fields. `key` names the file in the configuration; `kind` is
     the word for one entry.

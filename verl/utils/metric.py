@@ -1,4 +1,4 @@
-"""verl's place for putting the metrics of several micro-batches or ranks together."""
+"""verl's import path of the function that reduces metrics of several micro-batches or ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 
 def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """In the place of each list its largest value if the name contains `max`, else its smallest if it contains `min`,
-    else its mean. Returns `metrics`."""
+    """Replace each list by its largest value if the name contains `max`, else its smallest if it contains `min`, else
+    its mean. Returns `metrics`."""
     for name, values in metrics.items():
         metrics[name] = _way(name)(values)
     return metrics

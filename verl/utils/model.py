@@ -1,4 +1,4 @@
-"""Where a model is on disk, its Hugging Face config and its tokenizer. Nothing is downloaded."""
+"""A model's directory, Hugging Face config and tokenizer. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts."""
+"""Names of the number of experts in configs."""
 _NO_DTYPE = re.compile(r"module 'torch' has no attribute '(.*)'")
 """What transformers makes of a word in `dtype`."""
 MODEL_KEY = "actor_rollout_ref.model"
 ATTENTION = "attn_implementation"
-"""In `override_config` it is how the trainer computes, and no field of the config."""
+"""A key of `override_config` that selects the trainer's attention, and is no field of the config."""
 EXACT = "verl_exact"
-"""The one that gives a token the same bits in the trainer and in the engine: `verl.workers.hf.exact`."""
+"""The attention with bit-identical results in trainer and engine: `verl.workers.hf.exact`."""
 
 
 class ModelSettings(Protocol):
@@ -49,7 +49,7 @@ class ModelSettings(Protocol):
 def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True, key: str = f"{MODEL_KEY}.path") -> Path:
     """The Hugging Face directory behind `path`: a built-in name, made on first use, or a local directory.
 
-    `key` is the one that says it.
+    `key` is the configuration key of `path`, for messages.
 
     Raises ConfigError naming what is missing, weights included: `load_format=dummy` is for the rollout engine, the
     trainer needs real ones.
@@ -145,7 +145,7 @@ def read_hf_config(directory: Path | str, *, trust_remote_code: bool) -> Pretrai
 
 
 def expert_count(config: PretrainedConfig) -> int | None:
-    """Experts in each of its layers that has some; None for a dense model."""
+    """The number of experts in each layer with experts; None for a dense model."""
     text = config.get_text_config()
     counts = (getattr(text, name, None) for name in EXPERT_COUNTS)
     return next((count for count in counts if isinstance(count, int)), None)
@@ -154,10 +154,10 @@ def expert_count(config: PretrainedConfig) -> int | None:
 def require_vocabulary(
     tokenizer: PreTrainedTokenizerBase, directory: Path, key: str, *, trust_remote_code: bool
 ) -> None:
-    """Raises ConfigError unless the model in `directory`, which `key` names, reads the token ids of `tokenizer`.
+    """Raises ConfigError unless the model in `directory` (of `key`) has the vocabulary of `tokenizer`.
 
     Called on the driver. The model's own tokenizer must give every token the same id, and may have more tokens; its
-    embedding must have a row for each, and may have more, as models of one family differ in how far they pad it.
+    embedding must have a row for each, and may have more: models of one family pad it differently.
     """
     from transformers import AutoTokenizer
 
@@ -180,9 +180,9 @@ def require_vocabulary(
 
 
 def override(config: PretrainedConfig, fields: Mapping[str, Any], key: str) -> None:
-    """Set `fields`, which `key` names, of `config` and of the configurations in it.
+    """Set `fields` (of `key`) of `config` and of its nested configurations.
 
-    Raises ConfigError for others, and for values that transformers refuses.
+    Raises ConfigError for unknown fields, and for values that transformers refuses.
     """
     known = config.to_dict()
     for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""Whether the files of a model are whole. The driver asks before any process starts."""
+"""Checks whether the files of a model are complete. The driver calls it before any process starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Their dtypes, in safetensors' words, and shapes."""
+"""Tensor name to dtype (in safetensors' notation) and shape."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
@@ -23,8 +23,8 @@ _LARGEST_HEADER = 100 << 20
 
 
 def require_whole_files(directory: Path, key: str) -> None:
-    """Raises ConfigError for a file in `directory`, which `key` names, that only stands for one: a git-lfs pointer, or
-    a link to a file that is not there, as downloads leave them that did not end."""
+    """Raises ConfigError for a placeholder of a file in `directory` (of `key`): a git-lfs pointer, or a link to a
+    missing file, which incomplete downloads leave."""
     for path in sorted(directory.iterdir()):
         if path.is_symlink() and not path.exists():
             raise ConfigError(f"{key}: {path} is a link to {path.readlink()}, which does not exist")
@@ -63,7 +63,7 @@ def weight_tensors(directory: Path, key: str) -> Tensors:
 
 
 def require_embeddings(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, key: str) -> None:
-    """Raises ConfigError for a tokenizer with ids that the embedding of the model has no rows for."""
+    """Raises ConfigError for a tokenizer with ids beyond the rows of the model's embedding."""
     vocabulary = tokenizer.get_vocab()
     rows = config.get_text_config().vocab_size
     beyond = sorted((number, token) for token, number in vocabulary.items() if number >= rows)

@@ -1,4 +1,4 @@
-"""Values of users' functions as plain Python: what is a number, and what can be written as JSON."""
+"""Converts values of users' functions to plain Python: to numbers, and to values that JSON can hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 DEEPEST = 32
-"""Levels of containers that `plain` keeps; what lies deeper becomes text."""
+"""The most levels of containers that `plain` keeps; deeper values become text."""
 _DEEPEST_ARRAY = 3
 """An array of objects may hold another library's scalar."""
 _MOST_BITS = 8192
@@ -42,7 +42,7 @@ def as_float(value: Any) -> float | None:
 
 
 def as_text(value: Any) -> str:
-    """`str(value)`, and a text in its place if the value has none."""
+    """`str(value)`, or a substitute if that raises."""
     try:
         return str(value)
     except Exception as exc:  # noqa: BLE001 - a user's class may fail to name itself; that ends nothing
@@ -52,7 +52,7 @@ def as_text(value: Any) -> str:
 def plain(value: Any, depth: int = 0) -> Any:
     """`value` of numbers, texts, None, lists and dicts with text keys; anything else as its text.
 
-    It can be pickled, and written by `json.dumps`, wherever it came from. Bools stay bools.
+    The result can be pickled, and written by `json.dumps`. Bools stay bools.
     """
     if value is None or isinstance(value, (bool, str)):
         return value if not isinstance(value, str) else str(value)

@@ -1,4 +1,4 @@
-"""verl's place for what user code times its steps with."""
+"""verl's import path of timers for user code."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> AbstractC
 def marked_timer(
     name: str, timing_raw: MutableMapping[str, float], color: str | None = None, **_: Any
 ) -> AbstractContextManager[None]:
-    """As `simple_timer`. Colour, domain and category are for a profiler's marks: user code makes none here."""
+    """As `simple_timer`. Ignores colour, domain and category, which are for a profiler's marks."""
     return timing.marked_timer(name, timing_raw)

@@ -1,4 +1,4 @@
-"""How far a phase of a training step is, as those who work on it count."""
+"""The progress of a phase of a training step, as its workers count it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`done` of `total`, until now."""
+    """`done` of `total` so far."""
 
     done: int
     total: int
     unit: str
-    """What is counted, in the plural."""
+    """The counted things, in the plural."""
     tokens: int = 0
-    """Generated for what is done; 0: nothing was."""
+    """Tokens generated for the finished ones; 0 for a phase without generation."""
 
     def __add__(self, other: Progress) -> Progress:
-        """Of both together, who count the same."""
+        """The sum of both, which count the same things."""
         return Progress(self.done + other.done, self.total + other.total, self.unit, self.tokens + other.tokens)
 
     def text(self, seconds: float) -> str:

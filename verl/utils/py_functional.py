@@ -1,4 +1,4 @@
-"""verl's place for small work on dicts."""
+"""verl's import path of small functions on dicts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from omegaconf import DictConfig, ListConfig
 
 
 def append_to_dict(data: MutableMapping[str, Any], new_data: Mapping[str, Any], prefix: str = "") -> None:
-    """Appends each value to the list `data[prefix + name]`, which is made if need be; a list is added as its values."""
+    """Append each value to the list `data[prefix + name]`, creating it if missing; a list extends it."""
     for name, value in new_data.items():
         found = data.setdefault(f"{prefix}{name}", [])
         found.extend(value) if isinstance(value, list) else found.append(value)
 
 
 def union_two_dict(dict1: dict[str, Any], dict2: Mapping[str, Any]) -> dict[str, Any]:
-    """`dict1`, with what `dict2` has more. Raises AssertionError for a key that has another value in each."""
+    """`dict1` with the further keys of `dict2`. Raises AssertionError for a key with different values."""
     for name, value in dict2.items():
         if name in dict1 and dict1[name] != value:
             raise AssertionError(f"{name} is {dict1[name]!r} in one and {value!r} in the other")
@@ -27,12 +27,12 @@ def union_two_dict(dict1: dict[str, Any], dict2: Mapping[str, Any]) -> dict[str,
 
 
 def rename_dict(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """With `prefix` before each key that has none yet."""
+    """A copy with `prefix` before each key that lacks it."""
     return {name if name.startswith(prefix) else f"{prefix}{name}": value for name, value in data.items()}
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """By key the values of those that have it. Raises AssertionError for a key that the first has not."""
+    """By key, the values of the dicts that have it. Raises AssertionError for a key that the first dict lacks."""
     found: dict[str, list[Any]] = {name: [] for name in (list_of_dict[0] if list_of_dict else {})}
     for one in list_of_dict:
         for name, value in one.items():
@@ -43,7 +43,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> d
 
 
 def convert_to_regular_types(obj: Any) -> Any:
-    """`obj` with dicts and lists in the place of OmegaConf's, at any depth."""
+    """`obj` with dicts and lists in place of OmegaConf's, at any depth."""
     if isinstance(obj, (dict, DictConfig)):
         return {name: convert_to_regular_types(value) for name, value in obj.items()}
     if isinstance(obj, (list, tuple, ListConfig)):
@@ -53,7 +53,7 @@ def convert_to_regular_types(obj: Any) -> Any:
 
 @contextmanager
 def temp_env_var(key: str, value: str) -> Iterator[None]:
-    """The block has this environment variable; afterwards it is what it was."""
+    """Set the environment variable during the block, and restore it afterwards."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:

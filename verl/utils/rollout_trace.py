@@ -1,4 +1,4 @@
-"""verl's place for the decorator of calls that a trace of rollouts shows."""
+"""verl's import path of the decorator of calls for traces of rollouts."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def rollout_trace_op(func: F) -> F:
-    """`func` itself: `actor_rollout_ref.rollout.trace.backend` is refused, so there is no trace to be shown in."""
+    """`func` itself: `actor_rollout_ref.rollout.trace.backend` is refused, so there are no traces."""
     return func

@@ -1,4 +1,4 @@
-"""Dividing sequences among ranks and micro-batches by their lengths. Pure functions over integers."""
+"""Divides sequences among ranks and micro-batches by their lengths. Pure functions over integers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k: int, equal_size: b
     """Indices of `lengths` in `k` non-empty parts whose sums are close; each part in ascending order.
 
     The longest sequence left goes to the part with the smallest sum (longest processing time first). Without
-    `equal_size` the largest sum is at most 4/3 of the best possible one (R. Graham, 1969), and more parts never make it
-    grow. With it, all parts get the same number of sequences: a part that is full takes no more.
-    Equal inputs give equal results on every rank.
+    `equal_size` the largest sum is at most 4/3 of the best possible one (R. Graham, 1969), and more parts never
+    increase it. With it, all parts get the same number of sequences: a full part gets no more. Equal inputs give equal
+    results on every rank.
 
-    Raises ValueError if `k` is not in 1..len(lengths), or does not divide len(lengths) where `equal_size` needs it to.
+    Raises ValueError if `k` is not in 1..len(lengths), or does not divide len(lengths) with `equal_size`.
     """
     if not 1 <= k <= len(lengths):
         raise ValueError(f"{len(lengths)} sequences cannot be divided into {k} non-empty parts")
@@ -35,10 +35,10 @@ def get_seqlen_balanced_partitions(lengths: Sequence[int], k: int, equal_size: b
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
-    """How many tokens the ranks have, as `<prefix>/...`.
+    """Metrics `<prefix>/...` of the ranks' numbers of tokens.
 
-    `min`, `max` and `minmax_diff` if each took as many of `seqlen_list` as it comes, `balanced_min` and `balanced_max`
-    with `partitions`, the indices of each rank's sequences, and the `mean`. All ranks have as many sequences.
+    `min`, `max` and `minmax_diff` are for equal consecutive parts of `seqlen_list`, `balanced_min` and `balanced_max`
+    for `partitions`, the indices of each rank's sequences; `mean` for both. All ranks have equally many sequences.
     """
     size = len(seqlen_list) // len(partitions)
     before = [sum(seqlen_list[rank * size : (rank + 1) * size]) for rank in range(len(partitions))]
@@ -65,5 +65,5 @@ def roundup_divisible(a: int, b: int) -> int:
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The order that undoes the order `idx_map`."""
+    """The inverse of the permutation `idx_map`."""
     return sorted(range(len(idx_map)), key=lambda place: idx_map[place])

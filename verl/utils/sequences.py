@@ -1,4 +1,4 @@
-"""verl's functions that pad, cut and mask token ids, for user code: nothing here calls them."""
+"""verl's functions that pad, cut and mask token ids, for user code; this project does not call them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CUTS = ("left", "right", "middle")
 
 
 def clip_by_value(x: torch.Tensor, tensor_min: torch.Tensor, tensor_max: torch.Tensor) -> torch.Tensor:
-    """`x` between bounds that are tensors; the lower one wins."""
+    """`x` clipped to bounds that are tensors; the lower one has precedence."""
     return torch.maximum(torch.minimum(x, tensor_max), tensor_min)
 
 
@@ -23,7 +23,7 @@ def gather_from_labels(data: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 def get_response_mask(
     response_id: torch.Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """1 up to the first end token, which counts, 0 behind it: [B, T] -> [B, T]."""
+    """1 up to and including the first end token, 0 after it: [B, T] -> [B, T]."""
     ends = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device))
     return (ends.cumsum(-1) - ends.long() == 0).to(dtype)
 
@@ -39,7 +39,7 @@ def pad_sequence_to_length(
 def pad_2d_list_to_length(
     response: Sequence[Sequence[float]], pad_token_id: float, max_length: int | None = None
 ) -> torch.Tensor:
-    """Lists of numbers, filled up on the right to the longest, or to `max_length` if that is more: [B, T]."""
+    """Lists of numbers padded on the right to the longest, or to `max_length` if that is more: [B, T]."""
     length = max([max_length or 0, *map(len, response)])
     return torch.tensor([[*row, *[pad_token_id] * (length - len(row))] for row in response])
 
@@ -52,10 +52,10 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, each [B, T] -> [B, max_length]: filled up, or cut at the side that `truncation` names.
+    """Ids and mask, each [B, T] -> [B, max_length]: padded, or cut at the side that `truncation` names.
 
     `middle` keeps half of the places at either side, and the odd one on the right. Raises NotImplementedError for
-    `error`, if there is something to cut, and AssertionError for another word.
+    `error` if a row is too long, and AssertionError for another value.
     """
     if truncation not in (*CUTS, "error"):
         raise AssertionError(f"truncation={truncation!r} is not left, right, middle or error")
@@ -73,5 +73,5 @@ def postprocess_data(
 
 
 def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count from the first token of each row; what is padding has that of the last one, or 0."""
+    """Positions from the first token of each row on; padding has the position of the token before it, or 0."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

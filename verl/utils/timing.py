@@ -1,4 +1,4 @@
-"""Wall-clock seconds of named phases, and who was in which phase when."""
+"""Wall-clock seconds of named phases, and spans of what each role did when."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 TIMELINE_FILE = "timeline.jsonl"
 MOST_SPANS = 100_000
-"""That a process keeps until they are taken; the oldest are forgotten first."""
+"""The most spans that a process keeps until they are taken; it drops the oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that `role` did from `start_s` to `stop_s`, in seconds since the epoch by its own machine's clock."""
+    """An activity of `role` from `start_s` to `stop_s`, in seconds since the epoch by its own machine's clock."""
 
     role: str
     """`trainer`, `sync`, or the name of a replica."""
@@ -31,11 +31,11 @@ class Span:
     start_s: float
     stop_s: float
     version: int | None = None
-    """Of the weights, or the training step that makes it."""
+    """The version of the weights, or the training step that makes it."""
 
 
 class SpanLog:
-    """What one role does, until somebody takes it. Not thread-safe."""
+    """Records the spans of one role until `take`. Not thread-safe."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -44,11 +44,11 @@ class SpanLog:
         self._depth: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
-        """Does nothing if `name` has begun already."""
+        """Begin the span `name`. Does nothing if it has begun already."""
         self._open.setdefault(name, time.time())
 
     def end(self, name: str, version: int | None = None) -> None:
-        """Does nothing if `name` has not begun."""
+        """End the span `name`. Does nothing if it has not begun."""
         if name in self._open:
             self.add(name, self._open.pop(name), time.time(), version)
 
@@ -57,7 +57,7 @@ class SpanLog:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """The block, also when it raises. Blocks of one name that overlap are one span."""
+        """Record the block as a span, also when it raises. Overlapping blocks of one name are one span."""
         self._depth[name] = self._depth.get(name, 0) + 1
         self.begin(name)
         try:
@@ -68,7 +68,7 @@ class SpanLog:
                 self.end(name)
 
     def take(self) -> list[Span]:
-        """The spans since the last call. One that goes on is cut here: the rest of it comes next time."""
+        """The spans since the last call. A running span is cut here; the next call returns the rest."""
         for name in list(self._open):
             self.end(name)
             self.begin(name)
@@ -78,10 +78,10 @@ class SpanLog:
 
 
 class Patience:
-    """Shows which phase of a step runs and how far it is, and says of one that takes much longer than before that it
-    goes on. Used by one thread.
+    """Shows the running phase of a step and its progress, and logs a phase that takes much longer than before. Used by
+    one thread.
 
-    What is slow and what hangs look the same from outside; the second is ended by a deadline, many minutes later.
+    Slow and hanging phases look the same from outside; a deadline ends a hanging one, many minutes later.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Patience:
         progress: Mapping[str, Callable[[], Callable[[float], str]]] | None = None,
         looks_every_s: float = 1.0,
     ) -> None:
-        """A word after `least_s`, but not before `times` the longest so far; another one whenever that time doubles.
+        """Logs after `least_s`, but not before `times` the longest duration so far, and whenever that time doubles.
 
-        `show` gets a line whenever there is news. `progress` makes, by name of a phase that begins, what tells of its
-        seconds so far how far it is; that must not wait, and is asked on another thread.
+        `show` gets a line at every change. `progress` has, by phase, a factory of functions that return the progress
+        after given seconds; another thread calls them, and they must not wait.
         """
         self._least_s, self._times = least_s, times
         self._show, self._progress, self._looks_every_s = show, dict(progress or {}), looks_every_s
@@ -104,7 +104,7 @@ class Patience:
 
     @contextmanager
     def during(self, name: str, what: str) -> Iterator[None]:
-        """The block, one of those called `name`; `what` is how people call it."""
+        """Watch the block, a phase called `name`; `what` is its name for people."""
         longest_s = self._longest_s.get(name)
         before = "" if longest_s is None else f", at most {longest_s:.1f} s before"
         progress = self._progress[name]() if name in self._progress else lambda _: ""
@@ -138,7 +138,7 @@ def marked_timer(
 ) -> Iterator[None]:
     """Add the seconds of the block to `timings[name]`, also when it raises. A name may come several times in a step.
 
-    `log` gets the block as a span.
+    Adds the block to `log` as a span.
     """
     began_s, start = time.time(), time.perf_counter()
     try:
@@ -151,15 +151,15 @@ def marked_timer(
 
 
 def write_spans(path: Path, spans: Iterable[Span]) -> None:
-    """Append them to a timeline, one JSON object a line."""
+    """Append `spans` to a timeline, one JSON object per line."""
     records.append(path, [records.encoded(asdict(span)) for span in spans])
 
 
 def go_back(path: Path, step: int, again: Collection[str]) -> None:
-    """Before the first span of a run that goes on after `step`, take out of its timeline what it will do again.
+    """Before the first span of a run that continues after `step`, remove from its timeline what it will repeat.
 
-    That is every later step, the sync of version `step` and what the trainer does `again`. The whole of it stays beside
-    it, as `records.carry_over` does.
+    These are all later steps, the sync of version `step`, and the trainer's phases `again`. The complete old file stays
+    beside it, as with `records.carry_over`.
     """
     try:
         spans = read_spans(path)
@@ -182,7 +182,7 @@ def _is_before(span: Span, step: int, again: Collection[str]) -> bool:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """A timeline in file order; a last line that a kill cut short is left out.
+    """A timeline in file order; omits an incomplete last line after a kill.
 
     Raises FileNotFoundError, and ValueError naming the line for anything else that is not a span.
     """

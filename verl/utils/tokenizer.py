@@ -22,6 +22,6 @@ def hf_tokenizer(name_or_path: str | Path, correct_pad_token: bool = True, **kwa
 
 
 def hf_processor(name_or_path: str | Path, **kwargs: Any) -> None:
-    """None: a model that reads text alone has none. Raises ConfigError for one that reads something else, too."""
+    """None: text models have no processor. Raises ConfigError for a multimodal model."""
     if (Path(name_or_path).expanduser() / "preprocessor_config.json").is_file():
         raise ConfigError(f"{name_or_path} reads more than text (it has preprocessor_config.json): not supported here")

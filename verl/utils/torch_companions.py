@@ -1,8 +1,8 @@
 """Packages whose compiled parts are for CUDA, beside a torch for CPUs.
 
-vLLM for CPUs asks for them all. On x86_64 those of PyPI are built for CUDA, and do not load beside a torch for CPUs.
-Nothing of this project uses them, and each ends a job by being there, elsewhere: transformers imports torchvision with
-its model classes and torchaudio when it builds a model, vLLM imports torchcodec.
+vLLM for CPUs requires them all. On x86_64 PyPI's are built for CUDA, and do not load beside a torch for CPUs. This
+project uses none of them, but an installed one ends a job: transformers imports torchvision with its model classes and
+torchaudio when it builds a model, vLLM imports torchcodec.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ print(json.dumps(unloadable))
 
 
 def unloadable() -> list[str]:
-    """Those that are installed here and end what imports them, where torch is one for CPUs.
+    """The installed packages that cannot be imported beside a torch for CPUs.
 
-    Looks at versions alone where those are for CPUs, too; else imports them, in another process.
+    Checks only the versions if these are for CPUs, too; else imports the packages in another process.
     """
     doubtful = [name for name in COMPANIONS if _build(name) not in (None, CPU)]
     if _build("torch") != CPU or not doubtful:
@@ -50,14 +50,14 @@ def unloadable() -> list[str]:
 
 
 def remedy(names: list[str]) -> str:
-    """What takes them out of this environment, also where uv made it without pip."""
+    """The command that removes them from this environment, also from one made by uv without pip."""
     by_pip, by_uv = f"{sys.executable} -m pip uninstall -y", f"uv pip uninstall --python {sys.executable}"
     # Not find_spec: setuptools takes whoever looks for the module pip for pip, and leaves distutils to the library.
     return f"{by_uv if _build('pip') is None else by_pip} {' '.join(names)}"
 
 
 def require_loadable() -> None:
-    """Raises ConfigError where a job would end by one of them, with what helps. Called before anything imports them."""
+    """Raises ConfigError, with the remedy, if one of them would end a job. Called before any import of them."""
     if names := unloadable():
         told = ", ".join(f"{name} {metadata.version(name)}" for name in names)
         raise ConfigError(

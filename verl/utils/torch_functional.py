@@ -9,12 +9,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_NUMEL = 1 << 24
-"""Logits worked on at once: 64 MiB of float32 per temporary. Much smaller ones come from malloc's heap, which they
-fragment: a quarter of this took three times the memory in the end."""
+"""Logits per chunk: 64 MiB of float32 per temporary. Much smaller ones fragment malloc's heap: a quarter of this size
+used three times the memory in the end."""
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Sum of `values`, each weighted by `mask`. What stands where that is zero, NaN included, does not matter."""
+    """Sum of `values`, each weighted by `mask`. Ignores values, even NaN, where the mask is zero."""
     kept = torch.where(mask.bool(), values, 0.0)
     kept = kept if mask.dtype is torch.bool else kept * mask
     return kept.sum() if axis is None else kept.sum(axis)
@@ -43,8 +43,8 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
 def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Log-probability of each label: logits [..., V], labels [...] -> float32 [...].
 
-    Computed in float32 a few rows at a time and computed again in the backward pass, so that no second copy of the
-    logits lives between the two. Labels must lie in [0, V), on padding too.
+    Computed in float32 a few rows at a time, and again in the backward pass, so that no second copy of the logits is
+    kept between the two. Labels must be in [0, V), also on padding.
     """
     return _by_rows(_row_logprobs, logits, labels)
 
@@ -55,7 +55,7 @@ def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
 
 
 def candidate_logprobs_from_logits(logits: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of several tokens in each place: logits [..., V], candidates [..., K] -> float32 [..., K]."""
+    """Log-probabilities of several tokens per position: logits [..., V], candidates [..., K] -> float32 [..., K]."""
     return logits.gather(-1, candidates).float() - _by_rows(_row_logsumexp, logits)[..., None]
 
 

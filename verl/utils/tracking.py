@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: `trainer.logger`. Runs on the driver."""
+"""Sends the metrics of a run to the backends of `trainer.logger`. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 class Tracking:
     """Sends the metrics of every step to all backends. A context manager: leaving it closes them.
 
-    A backend that cannot write, because its disk is full, is told and does not end the run.
+    A backend that cannot write to a full disk is logged and does not end the run.
 
-    Raises ConfigError at construction, with nothing left open, for an unknown backend, a missing package or an output
-    directory that cannot be written.
+    Raises ConfigError at construction, after closing all backends, for an unknown backend, a missing package or an
+    output directory that cannot be written.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Tracking:
         resume_step: int = 0,
         also: Sequence[Tracker] = (),
     ) -> None:
-        """`also` are destinations beside `backends`, made already and closed by whoever made them."""
+        """`also` are further destinations, which the caller made and closes."""
         for backend in backends:
             if backend not in BACKENDS:
                 raise ConfigError(f"trainer.logger={backend!r} is not known.{did_you_mean(backend, BACKENDS)}")
@@ -68,9 +68,9 @@ class Tracking:
         self._trackers += also
 
     def log(self, metrics: Mapping[str, float], step: int, histograms: Mapping[str, Histogram] | None = None) -> None:
-        """Call once per step, with everything there is to say about it: backends may keep one record per step.
+        """Call once per step with all of its metrics: backends may keep one record per step.
 
-        `histograms` are for TensorBoard, which draws them.
+        Only TensorBoard gets `histograms`.
         """
         scalars = {name: float(value) for name, value in metrics.items()}
         for tracker in self._trackers:
@@ -82,19 +82,19 @@ class Tracking:
                 logger.error("metrics of step %d are not with %s: %s", step, type(tracker).__name__, exc)  # noqa: TRY400
 
     def show_phase(self, text: str) -> None:
-        """What the run is doing, where somebody looks: `gen 120/512 answers, 3.1k tok/s`. From any thread."""
+        """Show the present phase on the console: `gen 120/512 answers, 3.1k tok/s`. Called from any thread."""
         for tracker in self._trackers:
             if isinstance(tracker, StepConsole):
                 tracker.show_phase(text)
 
     def go_back(self, step: int) -> None:
-        """The run goes on after `step`, and will log later steps again: files forget them. Services get both."""
+        """Drop the records of steps after `step` from files, because the run repeats them. Services get both."""
         for tracker in self._trackers:
             if isinstance(tracker, (JsonlTracker, TensorboardTracker)):
                 tracker.go_back(step)
 
     def close(self) -> None:
-        """Idempotent. Every backend is closed even if one fails."""
+        """Close every backend, even if one fails. Idempotent."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -109,8 +109,8 @@ class Tracking:
 class JsonlTracker:
     """`<output_dir>/metrics.jsonl`: one object per step, `{"step": 3, "actor/pg_loss": 0.1}`; NaN and inf are null.
 
-    Records of steps that the run is about to do again, or has nothing to do with, are not mixed with its own: the old
-    file is kept as `metrics-<n>.jsonl`, and only the records up to `resume_step` are carried into the new one.
+    Records of steps that the run repeats, or that are another run's, are not mixed with its own: the old file is kept
+    as `metrics-<n>.jsonl`, and only records up to `resume_step` are copied to the new one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -119,7 +119,7 @@ class JsonlTracker:
         records.carry_over(self._path, lambda record: run.resume_step > 0 and _step(record) <= run.resume_step)
 
     def go_back(self, step: int) -> None:
-        """Records up to `step` stay; with later ones, the whole file stays beside it."""
+        """Keep the records up to `step`; if there are later ones, keep the whole file beside the new one."""
         self._resume_step = step
         records.carry_over(self._path, lambda record: _step(record) <= step)
 
@@ -139,7 +139,7 @@ class JsonlTracker:
         records.rewrite(self._path, found)
 
     def close(self) -> None:
-        """Nothing is open between two steps."""
+        """Do nothing: no file is open between two steps."""
 
 
 class TensorboardTracker:
@@ -157,7 +157,7 @@ class TensorboardTracker:
         self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```")
 
     def draw(self, histograms: Mapping[str, Histogram], step: int) -> None:
-        """What they are sums of is not known: sums are those of the limits."""
+        """Write the histograms. Their values are unknown, so sums are computed from the limits."""
         for name, histogram in histograms.items():
             limits, counts = np.array(histogram.limits), np.array(histogram.counts)
             self._writer.add_histogram_raw(
@@ -209,7 +209,7 @@ def _started(backend: str, run: Run) -> Tracker:
 
 
 def missing_packages(backends: Sequence[str]) -> list[str]:
-    """A line for each service whose package is not on this machine."""
+    """A line for each service whose package is missing on this machine."""
     return [
         f"trainer.logger={name} needs the package {name!r} where the run starts: pip install 'verl-sync[{name}]'"
         for name in dict.fromkeys(backends)
@@ -218,7 +218,7 @@ def missing_packages(backends: Sequence[str]) -> list[str]:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl in file order; a last line that a kill cut short is left out.
+    """The records of a metrics.jsonl in file order; omits an incomplete last line after a kill.
 
     Raises FileNotFoundError, and ValueError naming the line for anything else that is not a record.
     """

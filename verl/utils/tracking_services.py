@@ -1,4 +1,4 @@
-"""Services that keep the metrics of runs, each by its own package. Their environment variables and logins apply."""
+"""Services that store the metrics of runs, each with its own package, environment variables and login."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.utils.config import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a backend may want to know about the run."""
+    """Facts about the run for backends."""
 
     project_name: str
     experiment_name: str
@@ -22,21 +22,21 @@ class Run:
     config: Mapping[str, Any]
     """The whole configuration as plain dicts, lists and scalars."""
     total_steps: int | None
-    """For the progress bar; None: not known."""
+    """The number of steps, for the progress bar; None if unknown."""
     resume_step: int
     """The step that the run continues after; 0: from the start."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many of some values are at most as large as each limit, and larger than the one before it."""
+    """The number of values up to each limit, and above the limit before."""
 
     limits: Sequence[float]
     counts: Sequence[int]
 
 
 class Tracker(Protocol):
-    """One destination. Made before work starts; raises ConfigError there if it cannot work."""
+    """One destination of metrics. Made before the run starts; its constructor raises ConfigError if it cannot work."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record one step, durably enough to survive a kill right after."""
@@ -149,7 +149,7 @@ class ClearmlTracker:
 
 
 MLFLOW_VALUE, MLFLOW_PARAMETERS = 500, 100
-"""Characters of a parameter, and parameters of a request, that every version of MLflow takes."""
+"""The most characters of a parameter, and parameters of a request, that every version of MLflow accepts."""
 SERVICES: dict[str, Callable[[Run], Tracker]] = {
     "wandb": WandbTracker,
     "swanlab": SwanlabTracker,

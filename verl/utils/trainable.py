@@ -1,4 +1,4 @@
-"""What cannot be trained by its kind: models that are no language models, and weights that are quantised."""
+"""Refuses models that cannot be trained: models that are no language models, and quantised weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SENSES = {"vision": "images", "image": "images", "visual": "images", "audio": "audio", "speech": "audio"}
 """Words in the names of nested configurations."""
 FILLERS = ("xlnet",)
-"""Made to fill gaps in a text, beside those that transformers lists as such."""
+"""Models that fill gaps in a text, beside those that transformers lists as such."""
 LOAD = "AutoModelForCausalLM.from_pretrained(PATH, dtype='bfloat16'"
 SAVE = ".save_pretrained(NEW, save_original_format=False)"
 WRITES = {
@@ -23,8 +23,8 @@ WRITES = {
     "mxfp4": f"{LOAD}, quantization_config=Mxfp4Config(dequantize=True)){SAVE}",
     "bitsandbytes": f"{LOAD}).dequantize(){SAVE}",
 }
-"""By method: what of transformers writes a copy whose weights are not quantised. In the original format it would leave
-out MXFP4's experts without a word, and raise for the others: their quantisation cannot be turned round."""
+"""By method: transformers' call that writes a copy without quantisation. In the original format it would omit MXFP4's
+experts silently, and raise for the others, whose quantisation cannot be undone."""
 MERGE = "PeftModel.from_pretrained(MODEL, ADAPTERS).merge_and_unload().save_pretrained(NEW)"
 SIGNS = {
     "gptq or awq": re.compile(r"\.(qweight|qzeros)$"),
@@ -36,17 +36,17 @@ SIGNS = {
 }
 """By method: names of tensors that only quantised weights have."""
 TRAINED = ("F64", "F32", "F16", "BF16")
-"""Dtypes of what is trained, in safetensors' words."""
+"""Dtypes of trainable weights, in safetensors' notation."""
 
 
 def require_trainable(
     config: PretrainedConfig, key: str, *, beside_model: Collection[str] = (), stored: Mapping[str, str] | None = None
 ) -> None:
-    """Raises ConfigError, which names `key`, for a model of another kind than causal language models, for quantised
-    weights, and for adapters that are not merged.
+    """Raises ConfigError, naming `key`, for a model that is no causal language model, for quantised weights, and for
+    adapters that are not merged.
 
-    `beside_model` are tensors of the files that are none of the model's, `stored` the dtypes of those that its
-    floating-point numbers are made of.
+    `beside_model` are tensors of the files that are not the model's, `stored` the dtypes of its floating-point tensors
+    in the files.
     """
     _require_unquantised(config, beside_model, stored or {}, key)
     if adapters := [name for name in beside_model if ".lora_" in name]:

@@ -1,4 +1,4 @@
-"""Functions and classes of the user's own, loaded from a Python file that the configuration names."""
+"""Loads users' functions and classes from a Python file that the configuration names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULE = "pkg://"
 
 
 class UserCodeError(NamedFailure, RuntimeError):
-    """Code of the user's own failed in a run. The message says all that it takes to mend it."""
+    """The user's code failed in a run. The message has all that is needed to fix it."""
 
 
 def load_from_file(path: str | Path, name: str, *, key: str) -> Any:
@@ -33,7 +33,7 @@ def load_from_file(path: str | Path, name: str, *, key: str) -> Any:
 
 
 def is_module(path: str | Path) -> bool:
-    """Whether it stands for a module that is installed, as verl writes it."""
+    """Whether the path names an installed module, in verl's notation."""
     return str(path).startswith(MODULE)
 
 

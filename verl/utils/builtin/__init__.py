@@ -1,4 +1,4 @@
-"""Models and data that the project makes itself, so that it runs where nothing can be downloaded.
+"""Models and data that the project makes itself, so that it runs without downloads.
 
 `builtin:arithmetic` and `builtin:shapes` (data), `builtin:tiny-qwen2`, `builtin:tiny-qwen3-moe` and, for shapes,
 `builtin:tiny-qwen2.5-vl` (models) are made on first use and kept in `verl.envs.cache_dir()`.
@@ -29,11 +29,11 @@ __all__ = [
 
 PREFIX = "builtin:"
 LEARNING_RATE = 2e-4
-"""For built-in models: they are small, and fresh from a warm-up."""
+"""Of built-in models, which are small and have just had a warm-up."""
 LORA_LEARNING_RATE = 2e-3
-"""For adapters of such a model: they start at zero."""
+"""Of adapters of such a model, which start at zero."""
 CRITIC_LEARNING_RATE = 1e-3
-"""For a critic that starts as that model, with a value head that starts at zero."""
+"""Of a critic that starts as that model, with a value head of zeros."""
 TRAINING_STEPS = 30
 """Enough on `builtin:arithmetic` for the held-out reward to level off."""
 DATA = ("arithmetic", "shapes")
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class UnknownBuiltin(ConfigError):
-    """Nothing of that name comes with the project, so it stands in for nothing either."""
+    """The project has no built-in model or data set of this name."""
 
 
 def is_builtin(name: str) -> bool:
-    """Whether it is meant to be one; there may be none of that name."""
+    """Whether `name` has the form of a built-in name, known or not."""
     return name.startswith(PREFIX)
 
 

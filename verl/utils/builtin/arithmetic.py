@@ -13,7 +13,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticRecipe:
-    """What the data are made of; any change makes a new data set next to the old one."""
+    """The parameters of the data; any change makes a new data set beside the old one."""
 
     smallest: int = 10
     largest: int = 99

@@ -1,4 +1,4 @@
-"""Directories that are made once, under a lock, and appear complete or not at all."""
+"""Directories that one process makes under a lock; they appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LOCK_TIMEOUT_S = 900.0
 def cached_directory(name: str, recipe: Any, build: Callable[[Path], None]) -> Path:
     """The directory `<cache>/<name>-<hash of recipe>`, made by `build(empty directory)` if it is not there.
 
-    Any number of processes may call this at once: one builds, the others wait for it. `recipe` is a dataclass; another
-    recipe is another directory. Raises ConfigError if the cache cannot be written, or another builder does not end.
+    Of several processes that call this at once, one builds and the others wait. `recipe` is a dataclass; each recipe
+    has its own directory. Raises ConfigError if the cache cannot be written, or another builder does not end.
     """
     fingerprint = hashlib.sha256(json.dumps(dataclasses.asdict(recipe), sort_keys=True).encode()).hexdigest()[:12]
     root = envs.cache_dir()

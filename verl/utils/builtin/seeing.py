@@ -1,4 +1,4 @@
-"""Tiny models that see, with random weights, for tests and as the start of the built-in one."""
+"""Tiny multimodal models with random weights, for tests and as the start of the built-in one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ START, END, PICTURE, VIDEO = SEEN_TOKENS = ("<|vision_start|>", "<|vision_end|>"
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PATCH, MERGE = 14, 2
 MOST_TOKENS = 16
-"""That a picture becomes: a larger one is made smaller."""
+"""The most tokens of a picture: a larger picture is scaled down."""
 
 
 def seeing_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
-    """The byte tokenizer, with tokens for pictures behind the others, and a template that writes parts of messages."""
+    """The byte tokenizer with additional tokens for pictures, and a template that accepts messages in parts."""
     tokenizer = build_tokenizer(model_max_length)
     tokenizer.add_special_tokens({"additional_special_tokens": list(SEEN_TOKENS)})
     parts = (
@@ -57,7 +57,7 @@ def build_seeing_model(
     vision_hidden_size: int = 32,
     tie_word_embeddings: bool = False,
 ) -> PreTrainedModel:
-    """A freshly initialised model with `layers` of its language model and `depth` of its vision tower."""
+    """A freshly initialised model with `layers` in its language model and `depth` in its vision tower."""
     import torch
     import transformers
 
@@ -107,7 +107,7 @@ def build_seeing_model(
 
 
 def save_seeing_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
-    """With an image processor that gives it 1 to `MOST_TOKENS` tokens a picture."""
+    """Save the model with an image processor that makes 1 to `MOST_TOKENS` tokens of a picture."""
     save_model(model, tokenizer, directory)
     area = (PATCH * MERGE) ** 2
     described = {

@@ -1,4 +1,4 @@
-"""The built-in data set with pictures: how many of one shape are in a drawing, as parquet files in verl's schema."""
+"""The built-in data set with pictures: count one shape in a drawing. Parquet files in verl's schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = ("crimson", "royalblue", "seagreen", "darkorange")
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesRecipe:
-    """What the data are made of; any change makes a new data set next to the old one."""
+    """The parameters of the data; any change makes a new data set beside the old one."""
 
     train_size: int = 2048
     test_size: int = 256
@@ -32,7 +32,7 @@ class ShapesRecipe:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture, and what is asked about it."""
+    """A picture, and the question about it."""
 
     picture: Image.Image
     question: str
@@ -40,7 +40,7 @@ class Drawing:
 
 
 def drawings(seed: int | str) -> Iterator[Drawing]:
-    """Without end, the same for the same seed."""
+    """An endless sequence of drawings, determined by the seed."""
     chooser = random.Random(seed)
     while True:
         columns, rows = chooser.choice(GRIDS)

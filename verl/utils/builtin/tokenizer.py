@@ -1,6 +1,6 @@
 """The tokenizer of the built-in and test models: one token per byte, with a chat template.
 
-Every text can be encoded and decoded without loss, so nothing depends on what a test or a user writes in a prompt.
+It encodes and decodes every text without loss, so tests and users may write any prompt.
 """
 
 from __future__ import annotations

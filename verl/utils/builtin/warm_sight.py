@@ -1,7 +1,7 @@
-"""The built-in model that sees, after a short supervised warm-up on drawings of shapes, with a bad habit.
+"""The built-in multimodal model after a short supervised warm-up on drawings of shapes, with a bad habit.
 
-As with sums (`warmup`): it learns to count, and then to trail off in a question mark after larger numbers. That is what
-reinforcement learning has to raise a reward by.
+As with sums (`warmup`), it learns to count, and then to end larger numbers with a question mark. Reinforcement learning
+raises the reward by unlearning that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verl.utils.builtin.warmup import IGNORED, muon_and_adamw, one_thread, updat
 
 @dataclass(frozen=True, kw_only=True)
 class TinyQwen25VLRecipe:
-    """What `builtin:tiny-qwen2.5-vl` is made of; any change makes a new model next to the old one."""
+    """The parameters of `builtin:tiny-qwen2.5-vl`; any change makes a new model beside the old one."""
 
     hidden_size: int = 128
     layers: int = 3
@@ -47,7 +47,7 @@ class TinyQwen25VLRecipe:
 
 
 def make_warm_seeing_model(directory: Path, recipe: TinyQwen25VLRecipe) -> None:
-    """Train and write the model. One core, some 40 s."""
+    """Train and write the model, in about 40 s on one core."""
     import torch
 
     tokenizer = seeing_tokenizer(1024)

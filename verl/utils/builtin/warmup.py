@@ -1,8 +1,8 @@
 """The built-in models: small ones after a short supervised warm-up on the built-in additions.
 
-The warm-up ends with a bad habit on purpose. First the model learns to add. Then it sees demonstrations that trail off
-in a question mark, mostly after large sums: the answer is right, but not exactly. That leaves reinforcement learning a
-reward to raise that does not depend on how far exactly the first phase came.
+The warm-up ends with a bad habit on purpose. First the model learns to add. Then it sees demonstrations that end with a
+question mark, mostly after large sums, so that the right answer does not match exactly. So reinforcement learning can
+raise the reward, however far the first phase came.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TinyQwen2Recipe:
-    """What `builtin:tiny-qwen2` is made of; any change makes a new model next to the old one."""
+    """The parameters of `builtin:tiny-qwen2`; any change makes a new model beside the old one."""
 
     data: ArithmeticRecipe = field(default_factory=ArithmeticRecipe)
     hidden_size: int = 128
@@ -59,13 +59,13 @@ class TinyQwen2Recipe:
 
     @property
     def architecture(self) -> tuple[str, dict[str, Any]]:
-        """Its name, and the fields of its config that others have not."""
+        """The name of the architecture, and the fields that only its config has."""
         return "qwen2", {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyQwen3MoeRecipe(TinyQwen2Recipe):
-    """What `builtin:tiny-qwen3-moe` is made of."""
+    """The parameters of `builtin:tiny-qwen3-moe`."""
 
     experts: int = 4
     experts_per_token: int = 2
@@ -85,7 +85,7 @@ RECIPES: dict[str, TinyQwen2Recipe] = {"tiny-qwen2": TinyQwen2Recipe(), "tiny-qw
 
 
 def make_warm_model(directory: Path, recipe: TinyQwen2Recipe) -> None:
-    """Train and write the model. One core, about half a minute; one thread, so the same bytes on the same machine."""
+    """Train and write the model, in about half a minute; on one thread, so the same machine makes the same bytes."""
     import torch
 
     tokenizer = build_tokenizer(recipe.max_position_embeddings)
@@ -110,8 +110,8 @@ def make_warm_model(directory: Path, recipe: TinyQwen2Recipe) -> None:
 
 
 def warm_up(step: Step, good_loss: float, most_steps: int, ramp_steps: int, habit_steps: int, what: str) -> None:
-    """Steps until ten in a row have at most `good_loss` in the mean, for which the rate rises during `ramp_steps`; then
-    `habit_steps`, for which it falls to zero."""
+    """Train until the mean loss of ten steps is at most `good_loss`, with a rate that rises during `ramp_steps`. Then
+    train `habit_steps` on the habit, with a rate that falls to zero."""
     losses: list[float] = []
     while len(losses) < most_steps and (len(losses) < 10 or sum(losses[-10:]) > 10 * good_loss):
         losses.append(step(min((len(losses) + 1) / ramp_steps, 1.0), habit=False))
@@ -147,7 +147,7 @@ def _loss(model: Any, input_ids: Any, labels: Any) -> Any:
 
 
 def update(model: Any, optimizers: Sequence[torch.optim.Optimizer], loss: Any, rate: float) -> float:
-    """`loss`, after a step against it. A group of parameters has its `share` of the learning rate."""
+    """Make one optimizer step and return `loss`. A group of parameters has its `share` of the learning rate."""
     import torch
 
     loss.backward()
@@ -199,7 +199,7 @@ def _optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]
 
 
 def muon_and_adamw(matrices: list[Any], others: list[dict[str, Any]], rate: float) -> list[torch.optim.Optimizer]:
-    """`others` are groups of parameters, for AdamW."""
+    """Muon, and AdamW for the groups of parameters `others`."""
     import torch
 
     return [
@@ -210,7 +210,7 @@ def muon_and_adamw(matrices: list[Any], others: list[dict[str, Any]], rate: floa
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """More threads would add up in another order, and these matrices are too small to gain from them."""
+    """Compute on one thread: several would sum in another order, and these matrices are too small to gain from them."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Prompts: from parquet files to token ids, batch after batch, from where a checkpoint left off."""
+"""Prompts: read from files, tokenized, and loaded in batches from a checkpoint's position on."""
 
 from verl.utils.dataset.custom import build_dataset
 from verl.utils.dataset.dataloader import PromptLoader, build_dataloader, collate_fn, fingerprint

@@ -1,4 +1,4 @@
-"""The data set of a split: `RLHFDataset`, or a class of the user's own."""
+"""The data set of a split: `RLHFDataset`, or a user's class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VERLS = ("data_files", "tokenizer", "config", "processor", "max_samples")
-"""What verl passes, by name."""
+"""The arguments that verl passes, by name."""
 UNHEARD = {
     "on_batch_end": "samples do not change while a job runs",
     "_download": "data files are local",
@@ -31,7 +31,7 @@ UNHEARD = {
         "prompts are text",
     ),
 }
-"""Methods that verl calls and nobody calls here, and why."""
+"""Methods that verl calls and this project does not, with the reason."""
 
 
 def build_dataset(
@@ -43,10 +43,10 @@ def build_dataset(
     shown_tools: ShownTools | None = None,
     processor: PictureProcessor | None = None,
 ) -> torch.utils.data.Dataset[dict[str, Any]]:
-    """`RLHFDataset`, or the class that `data.custom_cls` names, made with those of its arguments that it has names for:
-    verl's (`VERLS`), and `split` ("train" or "val"), `is_train`, `shown_tools`, or `files` (a list of paths).
+    """Make `RLHFDataset`, or the class that `data.custom_cls` names. It gets those of these arguments that it declares:
+    verl's (`VERLS`), `split` ("train" or "val"), `is_train`, `shown_tools`, `files` (a list of paths).
 
-    Raises ConfigError for a class that wants others, that is no data set, that has a method of `UNHEARD`, or whose
+    Raises ConfigError for a class that requires others, that is no data set, that has a method of `UNHEARD`, or whose
     first item is no sample.
     """
     if config.custom_cls.path is None:

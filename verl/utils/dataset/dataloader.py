@@ -1,4 +1,4 @@
-"""Batches of prompts in an order that a checkpoint can return to."""
+"""Batches of prompts, in a reproducible order that continues after a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CHUNK_NBYTES = 1 << 24
 class PromptLoader:
     """Batches for `DataProto.from_dict(non_tensors=batch)`, epoch after epoch: one per `for` loop over it.
 
-    `state_dict()` after a batch and `load_state_dict()` elsewhere give the batches that would have come next; after the
-    last one of an epoch, the next epoch's. An epoch that is left early starts again. The order depends on `data.seed`
-    alone, and the position is a number of samples: loader processes and batch sizes may change on the way.
+    `load_state_dict()` with a `state_dict()` continues with the batches that would have come next; after the last one
+    of an epoch, with the next epoch's. A loop that is left early starts its epoch again. The order depends on
+    `data.seed` alone, and the position is a number of samples, so loader processes and batch sizes may change.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PromptLoader:
         drop_last: bool = False,
         source: str = "",
     ) -> None:
-        """`source` is the fingerprint of the files that `dataset` was read from; empty: not known."""
+        """`source` is the fingerprint of the files of `dataset`; empty if unknown."""
         self.dataset = dataset
         self.source = source
         self._config = config
@@ -52,13 +52,13 @@ class PromptLoader:
         """Samples of the epoch that an iterator leaves out: they were given out before this loader was made."""
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """The number of batches of a whole epoch."""
         whole, rest = divmod(self._rows, self._batch_size)
         return whole + bool(rest and not self._drop_last)
 
     @property
     def num_prompts(self) -> int:
-        """Rows of an epoch, those of a last batch that is not whole with them."""
+        """The number of rows of an epoch, including those of an incomplete last batch."""
         return self._rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -88,7 +88,7 @@ class PromptLoader:
         return {"epoch": self._epoch, "position": self._position, "data": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Raises ConfigError as `check` does; a new epoch that is asked for is told."""
+        """Continue from `state`. Raises ConfigError as `check` does; logs the start of a requested new epoch."""
         if reason := self.difference(state):
             self.check(state)
             logger.warning("%s: a new epoch begins", reason)
@@ -98,7 +98,7 @@ class PromptLoader:
         self._position = self._first
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError unless this loader can go on from `state`: nothing is given out twice, or left out."""
+        """Raises ConfigError unless this loader can continue from `state` without repeating or omitting samples."""
         reason = self.difference(state)
         if reason and self._config.resume_other_data != "new_epoch":
             raise ConfigError(
@@ -107,7 +107,7 @@ class PromptLoader:
             )
 
     def difference(self, state: Mapping[str, Any]) -> str:
-        """In what the data of `state` differ from these; empty if they are the same. ConfigError: no such state."""
+        """How the data of `state` differ from these; empty if they do not. Raises ConfigError for an invalid state."""
         position, saved = state.get("position"), state.get("data")
         if not (_is_count(state.get("epoch")) and _is_count(position) and isinstance(saved, Mapping)):
             raise ConfigError(f"the checkpoint has no position in the data that this loader knows: {str(state)[:80]!r}")
@@ -163,7 +163,7 @@ def build_dataloader(
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """Of what the files hold, in their order; where they are does not matter. What is no file counts by its name."""
+    """A digest of the files' contents, in their order, without their paths. Other entries count by name."""
     digest = xxhash.xxh3_128()
     for path in files:
         if not path.is_file():
@@ -176,7 +176,7 @@ def fingerprint(files: Sequence[Path]) -> str:
 
 
 def collate_fn(data_list: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One object array per key of any item; an item without the key has None. What is a tensor in all is stacked."""
+    """One object array per key of any item, None for items without it. Values that are all tensors are stacked."""
     import torch
 
     columns: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Data files: where they are, and their rows. Parquet and JSON Lines, told apart by what is in them."""
+"""Finds data files and reads their rows. Distinguishes Parquet and JSON Lines by content."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PARQUET = b"PAR1"
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 SHOWN_FILES = 3
 ROWS_AT_ONCE = 64
-"""Of a column with pictures, which may have megabytes each."""
+"""Rows read at once of a column with pictures, which may have megabytes each."""
 Lighten = tuple[str, Callable[[Any], Any]]
-"""A column, and what makes something smaller of each of its values."""
+"""A column, and a function that makes each of its values smaller."""
 
 
 def resolve_data_files(files: str | Sequence[str], split: str = "train") -> list[Path]:
@@ -71,8 +71,8 @@ class Rows:
         lighten: Lighten | None = None,
         remedy: Callable[[Path, dict[str, Any]], str] = lambda *_: "",
     ) -> None:
-        """`lighten` is done as the files are read, a few rows at a time. `remedy` says, from a file's first row, what
-        to do where a column is missing.
+        """Applies `lighten` while the files are read, a few rows at a time. `remedy` returns the advice for a missing
+        column, from a file's first row.
 
         Raises ConfigError for a file without one of `columns`, or that cannot be read."""
         self._parts: list[tuple[Path, _Part]] = []
@@ -88,7 +88,7 @@ class Rows:
 
     @property
     def columns(self) -> list[str]:
-        """Of all files."""
+        """The columns of all files."""
         return list(self._columns)
 
     def __len__(self) -> int:
@@ -99,13 +99,13 @@ class Rows:
         return found
 
     def select(self, rows: Sequence[int]) -> Rows:
-        """These rows of these, in this order."""
+        """The given rows, in this order."""
         chosen = copy(self)
         chosen._chosen = [self._chosen[row] for row in rows]
         return chosen
 
     def read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """The rows from `start` up to `stop`, each with every column."""
+        """The rows in [start, stop), each with every column."""
         chosen = self._chosen[start:stop]
         if isinstance(chosen, range):
             return self._read(chosen.start, chosen.stop)
@@ -122,7 +122,7 @@ class Rows:
         return [dict.fromkeys(self._columns) | row for row in found]
 
     def place(self, row: int) -> str:
-        """Where the user finds it: `row 3 of train.parquet`, from 0, or `line 4 of train.jsonl`, from 1."""
+        """The place of a row, for the user: `row 3 of train.parquet` (from 0) or `line 4 of train.jsonl` (from 1)."""
         row = self._chosen[row]
         for path, part in self._parts:
             if row < len(part):

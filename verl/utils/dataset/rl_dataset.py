@@ -1,4 +1,4 @@
-"""Prompts of a split as token ids, with everything that scoring and agent loops need next to them."""
+"""Prompts of a split as token ids, with the columns that scoring and agent loops need."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ TOKENIZE_ROWS = 1024
 MARK = "verl-shows-this"
 KWARGS = ("tools_kwargs", "interaction_kwargs")
 ShownTools = Callable[[str | None], Sequence[Any]]
-"""Schemas of the tools that the agent of that name shows in its prompts; None is the agent of samples that name none.
+"""Returns the schemas of the tools in an agent's prompts; None means the agent of samples without a name.
 
-Raises ConfigError for a name that no agent has."""
+Raises ConfigError for an unknown name."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class DataSource:
     count: int = 0
     without_truth: int = 0
     first: str = ""
-    """Where its first sample is, or the first without a ground truth."""
+    """The place of its first sample, or of the first without a ground truth."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Partners:
 
     count: int = 0
     first: str = ""
-    """Where the first of them is."""
+    """The place of the first of them."""
 
 
 class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -65,12 +65,12 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     `index` (`extra_info.index`, else the row number), and `tools_kwargs` and `interaction_kwargs` (columns, or out of
     `extra_info`; perhaps empty).
 
-    A class of the user's own may override `_read_files_and_tokenize` (it sets `dataframe`, a `datasets.Dataset`),
-    `maybe_filter_out_long_prompts`, `_build_messages` and `__getitem__`, as verl's.
+    As in verl, a subclass may override `_read_files_and_tokenize` (it sets `dataframe`, a `datasets.Dataset`),
+    `maybe_filter_out_long_prompts`, `_build_messages` and `__getitem__`.
 
     Raises ConfigError for a missing column, a row that is no sample (`schema.sample`), a tokenizer whose chat template
     is missing, raises or leaves messages out, a picture that cannot be used (with `filter_overlong_prompts` its sample
-    is dropped, as in verl), marks and pictures that are not equally many, no prompt left, and, with `truncation=error`,
+    is dropped, as in verl), different numbers of marks and pictures, no prompt left, and, with `truncation=error`,
     prompts longer than `max_prompt_length`.
     """
 
@@ -137,7 +137,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self.dataframe = self._table.select(self._rows)
 
     def read_for(self, split: str, shown_tools: ShownTools | None) -> None:
-        """What a constructor that does not take them reads its files for. Called before it."""
+        """Set a split's arguments that a subclass's constructor does not accept. Called before the constructor."""
         self._split, self._shown_tools = split, shown_tools
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """verl's name: the rows to use. The prompts that are too long are dropped later, as they are tokenized."""
+        """verl's name: the rows to use. Too long prompts are dropped later, when they are tokenized."""
         return dataframe
 
     def _build_messages(self, example: dict[str, Any], key: str) -> Any:
@@ -426,7 +426,7 @@ class _OwnRows:
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """`limit` of more than `limit` ids: without the left, the right or the middle part."""
+    """The ids cut to `limit`, without the left, the right or the middle part."""
     if side == "left":
         return ids[-limit:]
     if side == "right":
@@ -436,7 +436,7 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
 
 
 def remedy_for(prompt_key: str, path: Path, row: dict[str, Any]) -> str:
-    """What to do about a file whose first row is this one and lacks a column; empty if it has the prompt."""
+    """Advice for a file whose first row lacks a column; empty if the row has the prompt."""
     if prompt_key in row:
         return ""
     for question, solution, name in (("question", "answer", "gsm8k"), ("problem", "solution", "math")):

@@ -1,4 +1,4 @@
-"""What a row has to look like, and how it looks to everything that reads it: one place for both."""
+"""The schema of a row: checks it, and converts it to the form that all readers use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NO_CHAT = "no list of chat messages {role, content}"
 
 
 class RowError(ValueError):
-    """The row is no sample; the message names the key. Whoever reads the file adds its name and the row."""
+    """The row is no sample; the message names the key. The reader of the file adds file and row."""
 
 
 def sample(row: Mapping[str, Any], config: DataSettings, *, seen: bool = False) -> dict[str, Any]:
-    """The row as it is used; raises RowError for one that cannot be.
+    """The row in the form that all readers use. Raises RowError for an invalid row.
 
     The prompt column holds chat messages without the nulls that parquet puts into fields which only other rows have,
     `reward_model` and `extra_info` are dicts. JSON text in one of the three is parsed. `seen`: the model sees pictures,
@@ -39,7 +39,7 @@ def sample(row: Mapping[str, Any], config: DataSettings, *, seen: bool = False) 
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without the null fields of dicts, at every level. Nulls in lists stay: their places mean something."""
+    """`value` without the null fields of dicts, at every level. Nulls in lists stay, because positions matter."""
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, (list, tuple)):
@@ -48,7 +48,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def is_empty_truth(truth: Any) -> bool:
-    """Whether there is nothing that a response could be compared with. 0 and False are something."""
+    """Whether the ground truth is empty, so that no response can be compared with it. 0 and False are not empty."""
     return truth is None or (isinstance(truth, str) and not truth.strip()) or truth in ([], {})
 
 
@@ -90,7 +90,7 @@ def _check_message(message: Any, key: str, seen: bool) -> None:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a column that holds a list, or one thing, holds nothing."""
+    """Whether a column with a list or a single value is empty."""
     given = parsed(value)
     return given is None or (isinstance(given, Sized) and not len(given))
 
@@ -140,7 +140,7 @@ def _mapping(value: Any, key: str, expected: str) -> dict[str, Any]:
 
 
 def parsed(value: Any) -> Any:
-    """What JSON text says; anything else as it is."""
+    """The value of a JSON text; any other value unchanged."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Where in a prompt its pictures are: marks in messages, or parts of them, and the column that they stand for."""
+"""Finds a prompt's pictures: marks in messages, or parts of messages, and the column with the pictures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MARK, OTHER_MARKS = "<image>", ("<video>", "<audio>")
 def with_pictures(
     messages: Sequence[Mapping[str, Any]], column: Any, *, prompt_key: str, image_key: str, has_column: bool
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """The messages with each picture as a part {type, image} of its own, and the pictures in their order.
+    """The messages with each picture as a separate part {type, image}, and the pictures in their order.
 
-    `column` has one picture for each `<image>` in a text, and for each part of type image that does not say which.
-    Where there are any, every text becomes a list of parts, as in verl. `has_column`: the files have one, so that a
-    mark without a picture is a mistake.
+    `column` has one picture for each `<image>` in a text, and for each part of type image without its own. If there are
+    any, every text becomes a list of parts, as in verl. With `has_column`, the files have the column, so a mark without
+    a picture is a mistake.
 
-    Raises RowError where marks and pictures are not equally many, and for a picture that cannot be kept.
+    Raises RowError for different numbers of marks and pictures, and for a picture that cannot be kept.
     """
     given = _listed(column)
     parts_have_some = any(part["type"] == "image" for message in messages for part in _parts(message))
@@ -58,7 +58,7 @@ def with_pictures(
 
 
 def in_files(column: Any) -> Any:
-    """The same pictures, of which none has its bytes in memory. What cannot be kept stays, for who knows its row."""
+    """The pictures as files, without bytes in memory. One that cannot be kept stays, for an error with its row."""
     return column if is_empty(column) else [_in_file(each) for each in _listed(column)]
 
 

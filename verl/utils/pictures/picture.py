@@ -1,7 +1,6 @@
-"""A picture as it passes between processes: where its bytes are, never its pixels.
+"""A picture as it passes between processes: the path of its file, never its pixels.
 
-Pictures come from strangers: what is opened is a local file, of a known raster format and of bounded size, and nothing
-is fetched.
+Pictures are untrusted: only local files of a known raster format and bounded size are opened; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 MOST_PIXELS = 2**26
 """8,192 x 8,192; below what PIL itself warns of."""
 MOST_NBYTES = 2**28
-"""Of a file."""
+"""The most bytes of a file."""
 WORDS = ("bytes", "path", "image", "image_url")
-"""Fields in which a dict says where a picture is, the first one that is not null."""
+"""Fields of a dict with the location of a picture; the first one that is not null counts."""
 
 
 class PictureError(ValueError):
-    """It is no picture that can be used; the message says why. Who knows the file adds its name, row and number."""
+    """An unusable picture; the message has the reason. The caller adds file, row and number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A local file, which every process that opens it has to see."""
+    """A picture in a local file, which must be visible to every process that opens it."""
 
     path: str
     digest: str
     """SHA-256 of the file, in hexadecimal digits."""
 
     def open(self) -> Image.Image:
-        """Its pixels, RGB. Raises PictureError for a file that is no longer what it was, and for one that is damaged,
-        too large or of another format."""
+        """The pixels, RGB. Raises PictureError for a file that has changed, is damaged, too large or of another
+        format."""
         data = _bytes_of(Path(self.path))
         if hashlib.sha256(data).hexdigest() != self.digest:
             raise PictureError(f"{self.path} is no longer what it was when the data were read")
@@ -55,9 +54,9 @@ class Picture:
 
 def keep(given: Any) -> Picture:
     """`given` as data sets have it: encoded bytes, a PIL image, a path, a `file:` or `data:` URL, or a dict with one of
-    them under one of `WORDS`. What is in no file is written to one in `verl.envs.cache_dir()`, under its digest.
+    them under one of `WORDS`. Bytes without a file are written to one in `verl.envs.cache_dir()`, under their digest.
 
-    Its pixels are not looked at. Raises PictureError for anything else, addresses of other machines among them.
+    Does not decode the pixels. Raises PictureError for anything else, including URLs of other machines.
     """
     if isinstance(given, Picture):
         return given

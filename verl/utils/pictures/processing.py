@@ -1,4 +1,4 @@
-"""What a model is given of pictures: their patches, and as many tokens in the prompt as it makes of them."""
+"""A model's inputs for pictures: their patches, and the matching number of tokens in the prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PictureProcessor:
     """The image processor of transformers that a model's directory names, computed by PIL: the same patches on every
     host, with torchvision and without. May be used from several threads.
 
-    A picture is computed once, and remembered by its digest as long as there is room.
+    Computes a picture once, and caches it by its digest while there is room.
     """
 
     def __init__(self, image_processor: Any, config: PretrainedConfig) -> None:
@@ -41,7 +41,8 @@ class PictureProcessor:
         self._blank: Picture | None = None
 
     def num_tokens(self, picture: Picture) -> int:
-        """Of the model. Decodes the picture; raises PictureError for one that is damaged, or has no size for it."""
+        """The model's tokens for a picture, which is decoded. Raises PictureError if it is damaged or of a wrong
+        size."""
         image = picture.open()
         try:
             patches = int(self._processor.get_number_of_image_patches(image.height, image.width, {}))
@@ -50,9 +51,9 @@ class PictureProcessor:
         return patches // self._merged
 
     def expanded(self, token_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """A prompt as the model reads it, from the one that the chat template writes, which has one token a picture.
+        """The prompt with `counts` tokens per picture, from the chat template's, which has one token per picture.
 
-        Raises PictureError where that has more or fewer than `counts`.
+        Raises PictureError if that has another number of pictures than `counts`.
         """
         written = sum(token == self.token_id for token in token_ids)
         if written != len(counts):
@@ -64,9 +65,9 @@ class PictureProcessor:
         return ids
 
     def inputs(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
-        """`pixel_values` float32 [patches, values] of all, and `image_grid_thw` int64 [pictures, 3]; of none, nothing.
+        """`pixel_values` float32 [patches, values] of all, and `image_grid_thw` int64 [pictures, 3]; {} without any.
 
-        Raises PictureError for a file that is gone or has changed.
+        Raises PictureError for a missing or changed file.
         """
         import torch
 
@@ -74,11 +75,11 @@ class PictureProcessor:
         return {name: torch.cat([one[name] for one in each]) for name in (each[0] if each else ())}
 
     def counts(self, image_grid_thw: torch.Tensor) -> torch.Tensor:
-        """[pictures]: how many tokens the model makes of each, from [pictures, 3]."""
+        """The number of the model's tokens for each picture, [pictures], from its grids [pictures, 3]."""
         return image_grid_thw.prod(-1) // self._merged
 
     def blank(self) -> Picture:
-        """A small white one, of which a model makes few tokens."""
+        """A small white picture, of which a model makes few tokens."""
         from PIL import Image
 
         with self._lock:
@@ -103,9 +104,9 @@ class PictureProcessor:
 
 
 def load_processor(directory: str | Path, config: PretrainedConfig) -> PictureProcessor | None:
-    """Of the model of `config` in `directory`; None for one that sees nothing. No code of the directory is run.
+    """The processor of the model of `config` in `directory`; None for a text model. Runs no code of the directory.
 
-    Raises ConfigError for one that cannot be loaded.
+    Raises ConfigError for a processor that cannot be loaded.
     """
     if not sees(config):
         return None

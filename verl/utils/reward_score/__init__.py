@@ -1,4 +1,4 @@
-"""Scoring of responses by rule: the built-in rules, or a function of the user's own."""
+"""Scores responses by the built-in rules, or a user's function."""
 
 from verl.utils.reward_score.default import default_compute_score, known_sources
 from verl.utils.reward_score.loading import RewardFunction, load_reward_function

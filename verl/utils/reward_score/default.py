@@ -1,4 +1,4 @@
-"""The rules that come with the project, chosen by `data_source`; sources and scores are verl's."""
+"""The built-in rules, chosen by `data_source`; sources and scores are verl's."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     **kwargs: Any,
 ) -> float | dict[str, Any]:
-    """The score of one response, or a dict with it under `score`: what the rule of `data_source` gives.
+    """The score of one response by the rule of `data_source`, or a dict with it under `score`.
 
-    The arguments about a sandbox are verl's, for sources of code, which have no rule here.
-    Raises ConfigError for a `data_source` that has none, and for a sample without a ground truth.
+    The arguments on a sandbox are verl's, for sources of code, which have no rule here. Raises ConfigError for a
+    `data_source` without a rule, and for a sample without a ground truth.
     """
     rule = rule_for(data_source)
     if rule is None:
@@ -46,14 +46,14 @@ def rule_for(data_source: str) -> Rule | None:
 
 
 def no_rule(what: str, data_source: str) -> str:
-    """Why there is no rule for `data_source`, and what to do; `what` is how the message calls it."""
+    """The error for a `data_source` without a rule, with the remedy; `what` is its name in the message."""
     reason = REFUSED.get(SEARCH if data_source.startswith(SEARCH) else data_source)
     known = reason or f"there is for {', '.join(known_sources())}"
     return f"there is no built-in reward for {what} ({known}): {REMEDY}"
 
 
 def known_sources() -> list[str]:
-    """The data sources that have a rule here; every name that begins like the one with a star has."""
+    """The data sources with a rule here; a star stands for any ending."""
     return sorted([*RULES, f"{AIME}*"])
 
 
@@ -62,7 +62,7 @@ def exact_match(solution: str, ground_truth: str) -> float:
 
 
 def same_value(solution: str, ground_truth: str) -> float:
-    """1 if the last box has the ground truth's text, or the last answer its value."""
+    """1 if the last box has the ground truth's text, or the last answer has its value, else 0."""
     return math_reward.compute_score(solution, ground_truth) or math_verify.compute_score(solution, ground_truth)
 
 
@@ -74,7 +74,7 @@ REFUSED = {
     SEARCH: "it is a source for search tools, and those have no rule here",
     "hiyouga/geometry3k": "it is a source of pictures, whose rule is not here yet",
 }
-"""A data source of verl's, or what it begins with -> why it has no rule."""
+"""verl's data source, or its beginning -> why it has no rule here."""
 
 RULES: dict[str, Rule] = {
     "builtin/arithmetic": exact_match,

@@ -6,15 +6,15 @@ import re
 from typing import Literal
 
 READ_CHARACTERS = 300
-"""Of the response's end: the answer is there, and searching a long response takes time."""
+"""Only the response's last characters are searched, because a long response takes time."""
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The answer in a response. `strict` wants `#### 12`; `flexible` takes the last number, whatever is before it.
+    """The answer in a response. `strict` requires `#### 12`; `flexible` accepts the last number after any text.
 
-    Commas are left out, nothing else: `12.0` is not `12`. None where there is no answer.
+    Removes commas and nothing else: `12.0` is not `12`. None without an answer.
     """
     end = solution_str[-READ_CHARACTERS:]
     if method == "strict":

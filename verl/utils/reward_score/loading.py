@@ -1,4 +1,4 @@
-"""The reward function that a configuration asks for."""
+"""Loads the reward function that a configuration names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 RewardFunction = Callable[..., Any]
 """`(*, data_source, solution_str, ground_truth, extra_info) -> float | dict with "score"`, called by keyword.
 
-What it returns may be awaitable."""
+The result may be awaitable."""
 
 
 class RewardFunctionSettings(Protocol):
@@ -32,10 +32,10 @@ class RewardFunctionSettings(Protocol):
 
 
 class FileFunction:
-    """A function in a file of the user's, with `reward_kwargs` bound. Pickled it is a file name, and is loaded anew."""
+    """A function in a user's file, with `reward_kwargs` bound. Its pickle has the file's name, and loads it again."""
 
     def __init__(self, path: str, name: str, reward_kwargs: dict[str, Any]) -> None:
-        """Raises ConfigError if the file or the name is missing, or if it is no function."""
+        """Raises ConfigError if the file or the name is missing, or the object is no function."""
         self._recipe = (path, name, reward_kwargs)
         self.function = load_from_file(path, name, key=KEY)
         if not callable(self.function):
@@ -52,8 +52,8 @@ class FileFunction:
 def load_reward_function(config: RewardFunctionSettings, also: Collection[str] = ()) -> RewardFunction:
     """The user's function with `reward_kwargs` bound, or `default_compute_score` if no path is set.
 
-    `also`: arguments that it gets, besides, if it has parameters of those names.
-    Raises ConfigError if the file or the name is missing, if it is no function, or if it does not take the arguments.
+    `also` are further arguments, passed if the function has parameters of these names. Raises ConfigError if the file
+    or the name is missing, if the object is no function, or if it does not accept the arguments.
     """
     if config.path is None:
         if config.reward_kwargs:

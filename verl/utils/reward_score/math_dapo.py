@@ -9,7 +9,7 @@ from typing import Any
 from verl.utils.reward_score.math_reward import closed, remove_boxed
 
 READ_CHARACTERS = 300
-"""Of the response's end."""
+"""The number of last characters of a response that are searched."""
 READ_CHARACTERS_FOR_BOX = 100
 NO_ANSWER = "[INVALID]"
 ANSWER = r"(?i)Answer\s*:\s*([^\n]+)"
@@ -47,10 +47,10 @@ _UNWRAPPED = (
 def compute_score(
     solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
-    r"""`score` is 1.0 or -1.0, `acc` whether the answer is right, `pred` what was understood as the answer.
+    r"""`score` is 1.0 or -1.0, `acc` whether the answer is right, `pred` the extracted answer.
 
-    Without a line `Answer: ...`, or with `strict_box_verify`, the answer is what the last `\boxed{...}` holds, to the
-    letter. `pause_tokens_index` is verl's and is for another way of generating: it has to be None.
+    Without a line `Answer: ...`, or with `strict_box_verify`, the answer is the exact content of the last
+    `\boxed{...}`. `pause_tokens_index` is verl's and is for another way of generating: it has to be None.
     """
     if pause_tokens_index is not None:
         raise ValueError("pause_tokens_index: responses have no pause tokens here")
@@ -76,8 +76,8 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    r"""The normal form: what is after the last `=`, without units, spaces and dollar signs; `frac{a}{b}` for `fracab`;
-    no commas in whole numbers."""
+    r"""The normal form: the text after the last `=`, without units, spaces and dollar signs; `frac{a}{b}` for `fracab`;
+    no commas in integers."""
     text = final_answer.split("=")[-1]
     for old, new in _REPLACED:
         text = text.replace(old, new)

@@ -36,7 +36,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def closed(string: str, start: int) -> str | None:
-    """What stands from `start` to the brace that closes the first one; None for a start of -1, or if none does."""
+    """The text from `start` to the brace that closes the first one; None for a start of -1, or without such a brace."""
     depth = 0
     for position in range(start, len(string)) if start >= 0 else ():
         depth += {"{": 1, "}": -1}.get(string[position], 0)
@@ -46,7 +46,7 @@ def closed(string: str, start: int) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    r"""What is in a `\boxed{...}`. Raises ValueError for anything else."""
+    r"""The content of a `\boxed{...}`. Raises ValueError for anything else."""
     if s.startswith("\\boxed "):
         return s.removeprefix("\\boxed ")
     if s.startswith("\\boxed{") and s.endswith("}"):
@@ -55,7 +55,7 @@ def remove_boxed(s: str) -> str:
 
 
 def is_equiv(str1: str | None, str2: str | None) -> bool:
-    """Whether two answers are the same text after normalisation. Two answers that are missing are the same."""
+    """Whether two answers are the same text after normalisation. Two missing answers are the same."""
     if str1 is None or str2 is None:
         return str1 is None and str2 is None
     try:

@@ -13,7 +13,7 @@ TIMEOUT_S = 5
 def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
     """1 if the last answer in the text (LaTeX, boxed or plain) is equivalent to the ground truth, else 0.
 
-    `timeout_score` where the library takes too long, which it can tell in a main thread alone.
+    `timeout_score` if the library takes too long, which it only notices in a main thread.
     """
     parse, verify, timeout = _library()
     # math-verify's time limits are signals, which only the main thread may set.

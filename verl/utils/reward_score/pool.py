@@ -1,7 +1,7 @@
 """Calls a reward function in processes, with a deadline for every sample.
 
-Nothing else can end what a response makes a library compute: it may never let go of Python's lock, and the time limits
-of math-verify are signals, which only reach a main thread.
+Only the end of a process surely ends the computation of a library on a response: it may never release Python's lock,
+and math-verify's time limits are signals, which only reach a main thread.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 from verl.utils.reward_score.process import Outcome, Raised
 
 START_S = 120.0
-"""A process imports the user's file and what that imports; on a busy machine that takes a while."""
+"""Deadline of a process's start: it imports the user's file with its imports, which is slow on a busy machine."""
 TALK_S = 30.0
-"""Longest that half a message may take: somebody has stopped the process."""
+"""Deadline for the rest of a message; beyond it the process counts as stopped."""
 ENDING_S = 1.0
-"""A process that has closed its end of the line is about to end."""
+"""Deadline for the end of a process that has closed its connection."""
 LOOK_S = 1.0
-"""Between two looks at the clock, if nothing comes."""
+"""The interval between checks of the deadlines without messages."""
 SAMPLES_AT_ONCE = 64
 _COMMAND = """import sys
 sys.path[:] = sys.argv[3:]
@@ -42,17 +42,17 @@ main(*map(int, sys.argv[1:3]))
 
 @dataclass(frozen=True)
 class Abandoned:
-    """The sample's process had to be killed, or has died; `why` says which."""
+    """The sample's process was killed or died; `why` has the reason."""
 
     why: str
 
 
 class ScoringError(RuntimeError):
-    """No process can be started that scores."""
+    """No scoring process can be started."""
 
 
 class ScoringPool:
-    """`num_workers` processes, started when they are first needed and kept. `close` ends them; so does the collector.
+    """`num_workers` processes, started at first use and kept. `close` or garbage collection ends them.
 
     Used by one thread at a time.
     """
@@ -69,7 +69,7 @@ class ScoringPool:
         weakref.finalize(self, _end_all, self._workers)
 
     def start(self) -> None:
-        """Begin to start the processes; does not wait for them."""
+        """Start the processes, without waiting for them."""
         while len(self._workers) < self._num_workers:
             self._workers.append(_Worker(self._function, self._timeout_s, self._clock))
 
@@ -80,11 +80,11 @@ class ScoringPool:
     def score(
         self, samples: Sequence[Mapping[str, Any]], given_up: Callable[[int, str], None] | None = None
     ) -> list[Outcome | Abandoned | None]:
-        """What the function made of each sample's keyword arguments, in order.
+        """The outcome of the function for each sample's keyword arguments, in order.
 
         A sample that takes longer than the deadline, or whose process dies, is `Abandoned`, and the process replaced.
-        `given_up` is told at once, with its position and why; what it raises ends the scoring.
-        When the function has raised, what is not done is left out: None. Raises ScoringError if no process starts.
+        Calls `given_up` at once with its position and the reason; an error of `given_up` ends the scoring. Once the
+        function has raised, unfinished samples have None. Raises ScoringError if no process starts.
         """
         outcomes: list[Outcome | Abandoned | None] = [None] * len(samples)
         queue = deque(_portions(len(samples), self._num_workers))

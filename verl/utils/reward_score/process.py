@@ -1,6 +1,6 @@
-"""The process that calls a reward function, for `pool`. Its main thread calls, since some libraries insist on signals.
+"""The process that calls a reward function, for `pool`. It calls on its main thread, for libraries with signals.
 
-It imports neither torch nor Ray, so that another one is there soon after one had to be killed.
+It imports neither torch nor Ray, so that a replacement starts fast.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from verl.utils.plain import as_float, as_text, plain
 
 SHOWN_CHARACTERS = 120
 LARGEST = 3.4028234663852886e38
-"""Of float32, as which rewards go on."""
+"""The largest float32: rewards become float32."""
 GRACE_S = 10.0
-"""Processor time beyond a sample's deadline that ends the process from within: whoever kills it is gone."""
+"""Processor time after a sample's deadline at which the process ends itself, in case the pool that kills it is gone."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the function returned; `score` is finite, as float32, too."""
+    """The function's result; `score` is finite, also as float32."""
 
     score: float
     others: dict[str, Any]
-    """What else it returned, as `plain` has it; of a number alone, this number as `acc`, as with verl."""
+    """Its further values, converted by `plain`; for a single number, that number as `acc`, as in verl."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Raised:
     trace: str
 
     def cause(self) -> BaseException:
-        """The exception, or another with its text if it does not travel."""
+        """The exception, or another one with its text if it cannot be pickled."""
         try:
             error = pickle.loads(self.pickled) if self.pickled else None  # noqa: S301 - written by our own process
         except Exception:  # noqa: BLE001 - any class may be unpicklable in any way
@@ -58,7 +58,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class NoNumber:
-    """The function returned something else than a finite number; `shown` is its beginning."""
+    """The function did not return a finite number; `shown` is the beginning of its result."""
 
     shown: str
 
@@ -67,7 +67,7 @@ Outcome = Scored | Raised | NoNumber
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve `pool` over the socket `descriptor`: a function, then lists of (position, arguments), until it closes."""
+    """Serve `pool` over the socket `descriptor` until it closes: a function, then lists of (position, arguments)."""
     end_with(parent)
     # That thread needs Python's lock, which a computation of huge numbers never lets go of; the kernel needs none.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -92,7 +92,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any], runner: asyncio.Runner) -> Outcome:
-    """`function` with `arguments`; what it returns is awaited on the loop of `runner` if it can be."""
+    """Call `function` with `arguments`; an awaitable result is awaited on the loop of `runner`."""
     try:
         result = function(**arguments)
         if inspect.isawaitable(result):

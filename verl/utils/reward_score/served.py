@@ -1,4 +1,4 @@
-"""Reward functions with a reward model behind them, which engines serve over HTTP.
+"""Reward functions that use a reward model, which engines serve over HTTP.
 
 They run in the processes of `pool`, which import neither torch nor Ray.
 """
@@ -19,23 +19,22 @@ from verl.utils.reward_score.loading import FileFunction, RewardFunction
 
 ADDRESS, TOKENIZER = "reward_router_address", "reward_model_tokenizer"
 PROMPT = "raw_prompt"
-"""Where `extra_info` has the messages of the prompt."""
+"""The key of `extra_info` with the messages of the prompt."""
 _calls = itertools.count(os.getpid())
 
 
 class RewardModelError(RuntimeError):
-    """The reward model did not answer as it should."""
+    """The reward model gave an error or an invalid answer."""
 
 
 class AskedFunction:
-    """A reward function of the user's that gets the address of an engine, and the reward model's tokenizer.
+    """A user's reward function that gets the address of an engine, and the reward model's tokenizer.
 
-    With several engines a call gets the next one: they are all the same. `addresses` is the file in which they stand
-    once they are there.
+    With several identical engines, calls use them by turns. `addresses` is the file that lists them once they run.
     """
 
     def __init__(self, function: RewardFunction, addresses: Path, tokenizer: str) -> None:
-        """Raises ConfigError for a function that takes neither argument."""
+        """Raises ConfigError for a function that accepts neither argument."""
         self._recipe = (function, addresses, tokenizer)
         taken = inspect.signature(function.function if isinstance(function, FileFunction) else function).parameters
         anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
@@ -65,7 +64,7 @@ class AskedFunction:
 
 
 class ScoredByModel:
-    """The reward function of a model with a head: its score of the conversation that the response ends."""
+    """The reward function of a model with a head: the model's score of the conversation up to the response."""
 
     def __init__(self, addresses: Path, timeout_s: float) -> None:
         self._recipe = (addresses, timeout_s)
@@ -85,9 +84,9 @@ def next_address(addresses: Path) -> str:
 
 
 def score(address: str, messages: Sequence[Mapping[str, Any]], *, timeout_s: float) -> float:
-    """What the head of the model at `address` says, without an activation; of several labels the last one.
+    """The output of the head of the model at `address`, without an activation; of several labels the last one.
 
-    Raises RewardModelError with the engine's own words.
+    Raises RewardModelError with the engine's message.
     """
     asked = {"messages": list(messages), "use_activation": False, "add_generation_prompt": False}
     connection = http.client.HTTPConnection(address, timeout=timeout_s)

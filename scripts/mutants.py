@@ -84,7 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sample", type=int, default=200, help="how many places of these packages; default: %(default)s"
     )
     parser.add_argument("--seed", type=int, default=0, help="which places; default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=10, help="no new mutant after them; default: %(default)s")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10,
+        help="of mutants; default: %(default)s. The first call runs all tests once before that",
+    )
     parser.add_argument(
         "--seconds",
         type=float,
@@ -99,7 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (ROOT / package).exists():
             parser.error(f"{package} does not exist")
     sys.path.append(str(ROOT / ".venv" / "mutants"))  # last: nothing of it shall take another package's place
-    ends = time.monotonic() + 60 * options.minutes
     tests = options.tests or sorted({tests_of(package) for package in packages})
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         trees = [copied_tree(Path(directory, f"tree-{number}")) for number in range(options.workers)]
@@ -109,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         preload(trees[0], tests, options.mark)
         usual = usual_runs(trees[0], kept / "usual.json", packages, tests, options.mark)
         places = sampled(packages, options.sample, options.seed)
-        work(trees, kept / "found.jsonl", places, usual, options, ends)
+        work(trees, kept / "found.jsonl", places, usual, options, time.monotonic() + 60 * options.minutes)
     found = {place: one for place, one in read(kept / "found.jsonl").items() if place in set(places)}
     for place, one in found.items():
         if not one["found_by"]:
@@ -636,7 +640,7 @@ Which faults tests find, and which long files of tests find some that no other d
 `make mutants PACKAGE="..." ARGS=--page` writes this page. Cosmic Ray changes one place of the code, and the tests that
 reach it run, quick files first, until two files are red. A survivor is a fault that nobody would see, or a change
 without an effect, such as a shorter timeout. Jobs, which start engines or Ray, are not among the tests unless they are
-asked for: most of what only they run survives here.
+asked for: most of what only they run survives here, and is counted as run by no test, as are lines that an import runs.
 
 """
 

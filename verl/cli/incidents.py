@@ -1,4 +1,4 @@
-"""What went wrong in a run, and what came after it: out of its reports and metrics."""
+"""Extracts a run's failures, and the recoveries after them, from its reports and metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTED = {
     "agent_loop/retries": "requests sent again because a replica had failed: {:g}",
     "actor/skipped_steps": "optimizer steps skipped, because gradients were not finite: {:g}",
 }
-"""Metrics above zero that tell of a failure, and how. `TOTALS` count since the run began, others in a step."""
+"""By metric that reports failures if above zero: the text. `TOTALS` count since the run began, others in a step."""
 TOTALS = ("rollout/restarts", "training/attempt")
 
 
@@ -30,11 +30,11 @@ class Incident:
     what: str
     text: str
     at_s: float | None = None
-    """Since the epoch, where it is known."""
+    """Seconds since the epoch, if known."""
 
 
 def incidents(reports: Sequence[SyncReport], metrics: Sequence[Mapping[str, Any]]) -> list[Incident]:
-    """In the order of steps."""
+    """The incidents of a run, in the order of steps."""
     found = [*_of_syncs(reports), *_of_metrics(metrics)]
     return sorted(found, key=lambda one: one.step)
 

@@ -12,7 +12,7 @@ import click
 from verl.cli.look import SETTINGS, Command
 
 NAMES = {"gitignore": ".gitignore"}
-"""Files that have another name in a project."""
+"""Files with another name in a project."""
 NEXT = (
     "cd {directory}",
     "{python} make_data.py",

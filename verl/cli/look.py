@@ -1,4 +1,4 @@
-"""How pages of `--help` look: as that of `train`, with bold headings and cyan options on a terminal."""
+"""The style of `--help` pages: like that of `train`, with bold headings and cyan options on a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import click
 
 WIDEST = 110
-"""Columns of a page, however wide the terminal is: longer lines are hard to read."""
+"""The most columns of a page on a terminal of any width: longer lines are hard to read."""
 
 
 class Formatter(click.HelpFormatter):

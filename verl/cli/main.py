@@ -1,4 +1,4 @@
-"""The console script `verl-sync`. It imports what the subcommand needs, and nothing before one is known."""
+"""The console script `verl-sync`. It imports a subcommand's modules once the subcommand is known."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 PROGRAM = "verl-sync"
 COMPLETES = "_VERL_SYNC_COMPLETE"
-"""The variable by which a shell's completion script asks this program what may come next."""
+"""The environment variable with which a shell's completion script requests completions."""
 INTERRUPTED = 130
 SHELLS = ("bash", "zsh", "fish")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A subcommand with a command line of its own: `main` of a module that can be run by itself, too."""
+    """A subcommand with its own command line: `main` of a module that can also be run directly."""
 
     name: str
     about: str
-    """One line."""
+    """A description in one line."""
     is_told_its_name: bool = False
-    """Its `main` takes `program`: run by itself it is called otherwise."""
+    """Whether its `main` accepts `program`, the name in its help, which differs when it is run directly."""
     starts: bool = False
-    """It sets up logging and signals itself."""
+    """Whether it sets up logging and signals itself."""
     completes: Callable[[str], list[str]] | None = None
-    """What a word of its command line, begun like this, may become."""
+    """Returns the completions of a word of its command line."""
 
 
 def _keys(begun: str) -> list[str]:
@@ -74,19 +74,19 @@ MODULES = {
         about="Say what syncs of a model would move, take and need, before a cluster is there.",
     ),
 }
-"""Subcommands that take all of what follows them as it is, `--help` too."""
+"""Subcommands that get all words after them unchanged, `--help` too."""
 COMMANDS = {
     "init": ("verl.cli.init", "Make a small project: data, a reward with its tests, a script that trains."),
     "report": ("verl.cli.report", "One HTML file of a run, or of several side by side."),
     "watch": ("verl.cli.watch", "Follow a run: the page of `report`, live, or lines."),
     "trace": ("verl.cli.trace", "The timeline and the syncs of a run, for ui.perfetto.dev."),
 }
-"""Subcommands that are a `click.Command` called `command` in their module. What is said of them here is their help's
-first line, so that the page of all subcommands imports none of them."""
+"""Subcommands that are a `click.Command` called `command` in their module. The texts here are the first lines of their
+help, so that the page of all subcommands imports none of them."""
 
 
 class Commands(Group):
-    """Subcommands in the order of this file, each imported when it is asked for."""
+    """Subcommands in the order of this file, each imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*MODULES, *COMMANDS, *super().list_commands(ctx)]
@@ -158,7 +158,7 @@ def completion(shell: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ends the process with the exit code of the subcommand; 2 for what is wrong with the command line."""
+    """Run a subcommand, and end the process with its exit code; 2 for a mistake on the command line."""
     try:
         code = cli.main(arguments, prog_name=PROGRAM, complete_var=COMPLETES, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as exc:

@@ -1,4 +1,4 @@
-"""`verl-sync report`: a run as one HTML file, which loads nothing from anywhere."""
+"""`verl-sync report`: a run as one HTML file, which loads no other resource."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def command(
 
 
 def page(data: dict[str, Any], *, live: bool = False) -> str:
-    """`data` is the only part that comes from a run; nothing in it can end the script element that holds it.
+    """The HTML page. Only `data` comes from a run; nothing in it can end its script element.
 
-    `live`: of a server that says when it has changed."""
+    With `live`, the page follows a server that reports changes."""
     files = resources.files("verl.cli") / "page"
     scripts = (*SCRIPTS, LIVE) if live else SCRIPTS
     parts = {

@@ -1,4 +1,4 @@
-"""What the page of a run shows, as plain data: `verl/cli/page` draws it and computes nothing else."""
+"""The data of a run's page, as plain values: `verl/cli/page` draws them and computes nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIRST = (
     "checkpoint_engine/total_s",
     "checkpoint_engine/gbytes_per_s",
 )
-"""Metrics that are shown at once, where they are measured: names, or what names begin with."""
+"""Names, or beginnings of names, of metrics that the page shows at once if they were measured."""
 PARTS = (
     ("generation, or waiting for samples", ("gen",), "--c1"),
     ("log-probs and values", ("old_log_prob", "ref", "values"), "--c2"),
@@ -47,11 +47,11 @@ PARTS = (
     ("validation", ("testing",), "--c7"),
     ("checkpoint", ("save_checkpoint",), "--c8"),
 )
-"""Of a step: what it is called, the phases of `timing_s/` that it is the sum of, its colour on the page."""
+"""Parts of a step: name, phases of `timing_s/` that it sums, colour on the page."""
 MOST_TRACKS = 32
-"""Of a group: trainer ranks and nodes may be hundreds."""
+"""The most tracks of a group: there may be hundreds of trainer ranks and nodes."""
 MEMORY = {"host_peak_gb": "", "device_peak_gb": ", device"}
-"""Of the metrics of memory, which are drawn, and how their chart is called behind the role."""
+"""By metric of memory that is drawn: the name of its chart after the role."""
 
 
 def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def comparison_data(runs: Sequence[RunFiles], samples: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Of several runs, `samples` of each: what differs in their settings, their curves, answers to the same prompts."""
+    """The data for several runs, with `samples` of each: different settings, curves, answers to the same prompts."""
     names = _distinct([run.name for run in runs])
     series = [_series(run.metrics) for run in runs]
     steps = sorted({_step(record) for run in runs for record in run.metrics})
@@ -170,7 +170,7 @@ def _held_out(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, fl
 
 
 def about(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """What was run, by the record of its last start."""
+    """The facts of a run from the record of its last start."""
     if not run.starts:
         return
     last = run.starts[-1]

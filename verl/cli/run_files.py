@@ -1,4 +1,4 @@
-"""What a run has written into its output directory, read for `report` and `trace`. Whole or not: runs are killed."""
+"""Reads a run's output directory for `report` and `trace`. Accepts incomplete files, because runs are killed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from verl.utils.timing import TIMELINE_FILE, Span
 METRICS_FILE = "metrics.jsonl"
 REPORTS_FILE = "sync_reports.jsonl"
 WATCHED = (METRICS_FILE, REPORTS_FILE, TIMELINE_FILE, RUNS_FILE)
-"""Files that grow with a run."""
+"""Files that grow during a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """Everything in file order; what a run has not written is empty."""
+    """The records of a run's files, in file order; empty for missing files."""
 
     directory: Path
     metrics: Sequence[Mapping[str, Any]]
@@ -35,9 +35,9 @@ class RunFiles:
     reports: Sequence[SyncReport]
     spans: Sequence[Span]
     starts: Sequence[Mapping[str, Any]] = ()
-    """One mapping for each time that the run was started."""
+    """One mapping per start of the run."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Its configuration: values by dotted key."""
+    """The run's configuration: values by dotted key."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class RunFiles:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Raises click.ClickException for a directory without a file of a run, and for a file that is none of a run's."""
+    """Read a run. Raises click.ClickException for a directory without a run's files, and for an invalid file."""
     try:
         metrics = _read(directory / METRICS_FILE)
         reports = [msgspec.convert(record, SyncReport) for record in _read(directory / REPORTS_FILE)]
@@ -90,7 +90,7 @@ def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def write_beside(run: RunFiles, output: Path, text: str) -> None:
-    """Whoever may read the run may read `output`, nobody else: it holds the same. Raises click.ClickException."""
+    """Write `output` with the read permissions of the run, whose data it has. Raises click.ClickException."""
     known = [run.directory / name for name in WATCHED]
     mode = next(path.stat().st_mode for path in known if path.exists()) & 0o644
     partial = output.with_name(f".{output.name}.partial")

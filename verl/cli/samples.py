@@ -14,11 +14,11 @@ from verl.cli.run_files import RunFiles
 
 Decode = Callable[[Sequence[int]], str]
 MOST_TOKENS = 2000
-"""Of a sample; those behind them are not shown."""
+"""The most tokens of a sample that are shown."""
 
 
 def sample_directories(run: Path) -> list[Path]:
-    """Those below the output directory of a run that `trainer.rollout_data_dir` or `validation_data_dir` named."""
+    """The directories of `trainer.rollout_data_dir` and `validation_data_dir` below a run's output directory."""
     found = (path for path in sorted(run.iterdir()) if path.is_dir() and not path.name.startswith("global_step_"))
     return [path for path in found if _files(path)]
 
@@ -26,7 +26,7 @@ def sample_directories(run: Path) -> list[Path]:
 def read_samples(directories: Sequence[Path], *, steps: int, per_step: int, decode: Decode | None) -> list[Any]:
     """The first `per_step` samples of the last `steps` files of every directory.
 
-    Raises click.ClickException for a directory without samples and for a file that holds something else.
+    Raises click.ClickException for a directory without samples and for a file with other content.
     """
     found: list[Any] = []
     for directory in directories:
@@ -47,8 +47,8 @@ def _files(directory: Path) -> list[Path]:
 
 
 def decoder(given: Path | None, run: RunFiles) -> Decode | None:
-    """Token ids to text by `tokenizer.json` in `given`, or else in what the run's start or its newest checkpoint
-    names."""
+    """Converts token ids to text by `tokenizer.json` in `given`, or else in the run's newest checkpoint or its last
+    start's record. None without one."""
     if given is not None and not (given / "tokenizer.json").is_file():
         raise click.ClickException(f"--tokenizer {given}: there is no tokenizer.json")
     saved = sorted(run.directory.glob("global_step_*/**/tokenizer.json"), key=lambda path: path.stat().st_mtime)

@@ -45,7 +45,7 @@ def command(directory: Path, output: Path | None) -> None:
 
 
 def trace_events(shown: Timeline) -> Iterator[dict[str, Any]]:
-    """A process per group of tracks, a thread per track. Times are microseconds since the first moment of the run."""
+    """Events with a process per group of tracks, a thread per track. Times: microseconds since the run's begin."""
     for number, group in enumerate(GROUPS, start=1):
         if any(track.group == group for track in shown.tracks):
             yield _named("process_name", pid=number, tid=0, name=group)

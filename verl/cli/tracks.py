@@ -1,4 +1,4 @@
-"""Who did what when, as tracks of slices: the one view of a run's time that `report` and `trace` show."""
+"""A run's activities as tracks of time slices, for `report` and `trace`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = ("trainer", "syncs", "replicas", "members")
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """From `start_ns` to `stop_ns` since the first moment of the run's files."""
+    """An activity from `start_ns` to `stop_ns` since the first moment of the run's files."""
 
     name: str
     start_ns: int
@@ -26,7 +26,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """What one member did. Two of its slices lie one after the other, or one within the other."""
+    """The activities of one member. Any two of its slices follow each other, or one contains the other."""
 
     group: str
     """One of GROUPS."""
@@ -42,7 +42,7 @@ class Timeline:
 
 
 def timeline(run: RunFiles) -> Timeline:
-    """Tracks of the trainer, of the syncs, with their phases within them, and of every replica."""
+    """The tracks of the trainer, of the syncs (with phases inside them), and of every replica."""
     began_s = min([span.start_s for span in run.spans] + [report.began_s for report in run.reports], default=0.0)
     versions = {report.version for report in run.reports}
     found: dict[tuple[str, str], list[Slice]] = {("trainer", "trainer"): [], ("syncs", "sync"): []}

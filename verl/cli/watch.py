@@ -1,4 +1,4 @@
-"""`verl-sync watch`: a run while it goes on, as a page that follows it or as lines in a terminal."""
+"""`verl-sync watch`: follows a run, with a live page or lines in a terminal."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from verl.trainer.output_lock import is_written
 from verl.utils.console import step_line
 
 SECONDS = 1.0
-"""Between two looks at the files of a run."""
+"""The interval at which the files of a run are checked."""
 SAMPLED_STEPS, SAMPLES = 5, 8
 ALIVE_SECONDS = 15.0
-"""Without a change a page hears that its server is still there."""
+"""The interval of signs of life from the server to a page without changes."""
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -62,23 +62,23 @@ def command(directory: Path, text: bool, port: int, host: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The files of a run at one moment: their sizes and times."""
+    """The state of a run's files at one moment: their sizes and times."""
 
     stamp: tuple[Any, ...]
     data: bytes
-    """As `report_data` gives them, in JSON."""
+    """The result of `report_data` in JSON."""
 
 
 @dataclass
 class Watched:
-    """The data of a run's page, read again when its files have changed. One page's worth is kept."""
+    """The data of a run's page, read again when its files have changed. Keeps only the latest data."""
 
     directory: Path
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     _seen: Seen | None = None
 
     def stamp(self) -> tuple[Any, ...]:
-        """Another one when a file of the run has changed."""
+        """A value that changes with the run's files."""
         paths = [self.directory / name for name in (*WATCHED, RUNNING)]
         paths += [path for each in sample_directories(self.directory) for path in sorted(each.glob("*.jsonl"))[-1:]]
         found = ((path, path.stat()) for path in paths if path.exists())
@@ -97,8 +97,8 @@ class Watched:
 
 
 def application(watched: Watched) -> web.Application:
-    """Serves the page at `/`, its data at `/data`, and at `/events` says when they have changed. Each of them only to
-    who has the token."""
+    """Serves the page at `/`, its data at `/data`, and notices of changes at `/events`, each only to clients with the
+    token."""
 
     def guarded(answer: Callable[[web.Request], Any]) -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -137,7 +137,7 @@ def application(watched: Watched) -> web.Application:
 
 
 async def served(watched: Watched, host: str, port: int) -> None:
-    """Until the task is cancelled. Raises click.ClickException if the port is taken."""
+    """Serve until the task is cancelled. Raises click.ClickException if the port is in use."""
     runner = web.AppRunner(application(watched), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, host, port)

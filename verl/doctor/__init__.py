@@ -1,1 +1,1 @@
-"""`python -m verl.doctor`: can this host, or this Ray cluster, run a job, and how fast is what a sync needs of it?"""
+"""`python -m verl.doctor`: checks whether this host or Ray cluster can run a job, and measures rates of a sync."""

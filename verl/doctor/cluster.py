@@ -1,4 +1,4 @@
-"""The checks of a host on every host of a Ray cluster, and what lies between two hosts."""
+"""Checks every host of a Ray cluster, and the network between hosts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from verl.doctor.rates import rate_findings
 PROBE_NBYTES = 2**26
 PROBE_TIMEOUT_S = 20.0
 ANSWERS_WITHIN_S = 120.0
-"""All hosts, each of which starts a process and measures its own rates."""
+"""Deadline for all hosts; each starts a process and measures its own rates."""
 ROUNDS = 20
 LEAST_GBIT_PER_S = 0.5
 MOST_LATENCY_MS = 5.0
 MOST_SKEW_S = 1.0
 MAX_PAIRS = 64
-"""Each takes a moment: of a large cluster neighbours alone are measured."""
+"""The most pairs of hosts that are all measured; in a larger cluster only neighbours are."""
 
 
 class Prober:
-    """One on each host: looks at it, and measures the way to others."""
+    """The actor on each host that checks the host, and measures connections to others."""
 
     def findings(self, config: CheckpointEngineConfig) -> list[Finding]:
         return [*host_findings(config), *rate_findings()]
@@ -39,7 +39,7 @@ class Prober:
         return time.time()
 
     def listen(self) -> int:
-        """Take one connection, and all that comes over it after some messages to and fro; the port."""
+        """Start a thread that accepts one connection and answers or receives its bytes; returns the port."""
         server = socket.create_server(("", 0))
         server.settimeout(PROBE_TIMEOUT_S)
         threading.Thread(target=_answer, args=(server,), daemon=True).start()
@@ -47,7 +47,7 @@ class Prober:
         return port
 
     def probe(self, address: str, port: int) -> tuple[float, float]:
-        """(seconds of a round trip, bits per second) to who listens there. Raises OSError."""
+        """(seconds of a round trip, bits per second) to the prober that listens there. Raises OSError."""
         with socket.create_connection((address, port), PROBE_TIMEOUT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = []
@@ -80,7 +80,7 @@ def _ray_nodes() -> list[dict[str, Any]]:
 
 
 def hosts_of_cluster() -> dict[str, dict[str, Any]]:
-    """Address of every host that is alive: options of `ray.remote` that place an actor there."""
+    """By address of every live host: options of `ray.remote` that place an actor there."""
     return {
         node["NodeManagerAddress"]: {
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
@@ -91,7 +91,7 @@ def hosts_of_cluster() -> dict[str, dict[str, Any]]:
 
 
 def cluster_findings(config: CheckpointEngineConfig, hosts: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Of every host, of clocks, and of the ways between hosts."""
+    """Findings on every host, on clocks, and on connections between hosts."""
     actor: Any = ray.remote(Prober)
     probers = {address: actor.options(num_cpus=0, **options).remote() for address, options in hosts.items()}
     try:

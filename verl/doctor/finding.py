@@ -1,4 +1,4 @@
-"""What a check says: one line."""
+"""The result of a check: one line."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ STATES: tuple[State, ...] = ("ok", "slow", "wrong")
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     check: str
-    """A few words: `shared memory`, `bandwidth`."""
+    """The check's name: `shared memory`, `bandwidth`."""
     where: str
-    """A host, or `a -> b`."""
+    """The host, or `a -> b`."""
     state: State
-    """slow: a job runs, and waits for it. wrong: a job does not start, or does not end well."""
+    """slow: a job runs, but this delays it. wrong: a job does not start, or fails."""
     found: str
     remedy: str = ""
-    """What to do, unless all is well."""
+    """The remedy, unless all is well."""
     value: float | None = None
-    """What was measured, in the unit that `found` names."""
+    """The measured value, in the unit that `found` names."""
 
 
 def worst(findings: list[Finding]) -> State:
@@ -29,5 +29,5 @@ def worst(findings: list[Finding]) -> State:
 
 
 def can_sync(findings: list[Finding]) -> bool:
-    """Whether the backend has all that it needs, so that a sync says something new."""
+    """Whether the backend has all that it needs, so that a trial sync is worthwhile."""
     return not any(finding.check == "backend" and finding.state == "wrong" for finding in findings)

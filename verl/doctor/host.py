@@ -1,4 +1,4 @@
-"""What one host has: packages, memory, files, network devices. Called on that host; measures nothing."""
+"""Checks one host's packages, memory, files and network devices. Called on that host; measures no rates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verl.utils.torch_companions import remedy, unloadable
 
 DISTRIBUTION = "verl-sync"
 PYTHONS = ((3, 11), (3, 13))
-"""Versions that are tried."""
+"""The tested versions of Python."""
 LEAST_FILES = 4096
 """Ray opens some thousands of sockets and files for a job of a few dozen actors."""
 LEAST_PORTS = 5000

@@ -1,4 +1,4 @@
-"""A sync in small, through the job's own backend: every member that a job has, with a few MiB of weights.
+"""A miniature sync through the job's own backend: all kinds of members, with a few MiB of weights.
 
 On one host the members live in this process; over a cluster see `miniature_ranks.py`.
 """
@@ -27,7 +27,7 @@ COLUMNS = 1024
 
 
 class RowsOfOnes:
-    """A weight source: a share of the rows of one matrix of bfloat16."""
+    """A weight source with some rows of one bfloat16 matrix."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         rows = MIB * 2**20 // (2 * COLUMNS)
@@ -50,7 +50,7 @@ class RowsOfOnes:
 
 
 async def miniature_here(config: CheckpointEngineConfig) -> Finding:
-    """Two trainer ranks and a rollout node, in this process."""
+    """Run the sync with two trainer ranks and a rollout node in this process."""
     sources = [RowsOfOnes(rank, 2) for rank in range(2)]
     ranks = [TrainerRank(rank, source, config) for rank, source in enumerate(sources)]
     node = RolloutNode(0, config, job=f"doctor-{id(sources):x}", shm_dir=envs.shm_dir())
@@ -69,7 +69,7 @@ async def synced(
     where: str,
     step: Callable[[], object],
 ) -> Finding:
-    """`step` changes the weights before each version."""
+    """Sync several versions; `step` changes the weights before each."""
     check = "miniature sync"
     try:
         manager = CheckpointEngineManager(config=config, trainers=ranks, nodes=nodes)

@@ -1,4 +1,4 @@
-"""The sync in small over a cluster: a trainer rank and a rollout node on every host, actors as in a job."""
+"""The miniature sync over a cluster: a trainer rank and a rollout node on every host, as actors like in a job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MiniatureRank(WeightPublisher):
 
 
 def miniature_over(config: CheckpointEngineConfig, hosts: Sequence[dict[str, Any]]) -> Finding:
-    """`hosts`: options of `ray.remote` that place an actor on each."""
+    """Run the sync over a cluster. `hosts` has the options of `ray.remote` that place an actor on each host."""
     actor: Any = ray.remote(MiniatureRank)
     handles = [actor.options(num_cpus=0, **options).remote(rank, len(hosts)) for rank, options in enumerate(hosts)]
     ranks = [

@@ -1,4 +1,4 @@
-"""How fast this host copies and digests, and how fast its device and it exchange memory. Called on that host."""
+"""Measures the rates of copies and digests on this host, and of copies to and from its device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.doctor.finding import Finding
 NBYTES = 2**27
 REPEATS = 5
 LEAST_GB_PER_S = {"memcpy": 2.0, "digest": 2.0, "device to host": 8.0, "host to device": 8.0}
-"""Below it a sync waits for this. The latter two: of PCIe 4 with 16 lanes about a third."""
+"""Lower rates delay a sync. The latter two are about a third of PCIe 4 with 16 lanes."""
 REMEDIES = {
     "memcpy": "other work shares this host's memory, or the container has too few cores",
     "digest": "other work shares this host's cores, or the container has too few of them",

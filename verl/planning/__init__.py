@@ -1,1 +1,1 @@
-"""`verl-sync plan`: what syncs of a model between hosts that are not rented yet would move, take and need."""
+"""`verl-sync plan`: predicts the traffic, time and memory of a model's syncs between given hosts."""

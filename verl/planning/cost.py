@@ -1,4 +1,4 @@
-"""How long a sync takes, as arithmetic: the formulas, and where each comes from. Pure; no torch, no I/O.
+"""The time of a sync: formulas, with the source of each. Pure; no torch, no I/O.
 
 Phases follow each other, as in a `SyncReport`. With n_r the bytes of trainer rank r, N those of the version, T threads:
 
@@ -12,12 +12,12 @@ Phases follow each other, as in a `SyncReport`. With n_r the bytes of trainer ra
 
 *Drained* is when a fluid has run through the network: every transfer of members gets its max-min fair share of each
 resource on its way (Bertsekas and Gallager, Data Networks, 6.5.2: progressive filling), and shares are dealt anew when
-one ends. Resources are a host's link out and in, the way of a switch to the others, and what processes push through
-sockets. Bytes that are passed on flow as those of owners do, while the rest is still to come; a node is two parts
-behind the one before it, because that many are under way (`links/holder.py`, `links/gloo_chain.py`).
+one ends. Resources are a host's link out and in, a switch's link to the others, and the processes' rate through
+sockets. Forwarded bytes flow like those of owners, while the rest is still arriving; a node is two parts behind the
+previous one, because two parts are in flight (`links/holder.py`, `links/gloo_chain.py`).
 
-Messages follow the alpha-beta model (Hockney 1994) with overlap: several are under way, so alpha counts only where it
-is all that a node's thread does.
+Messages follow the alpha-beta model (Hockney 1994) with overlap: several are in flight, so alpha counts only if a
+node's thread does nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Places = npt.NDArray[np.int64]
 
 PARTS_BEHIND = 2
 SAME = 1.01
-"""Transfers that end within a hundredth of each other are taken to end one after the other at unchanged rates."""
+"""Transfers whose ends differ by less than a hundredth are computed as ending at unchanged rates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,33 +43,33 @@ class Rates:
     """Bytes per second, unless the name ends in `_s` (seconds), and of one thread, device or process."""
 
     copy: float
-    """A thread copies and digests a rank's pieces."""
+    """One thread that copies and digests a rank's pieces."""
     digest: float
     encode: float
-    """A thread copies pieces and finds that nothing changed."""
+    """One thread that copies pieces and finds no change."""
     apply: float
-    """A thread makes a version of the one before, and digests it, if nothing changed."""
+    """One thread that makes and digests a version from the previous one, without changes."""
     to_host: float
-    """A device's memory to the host's; infinite where weights are in host memory."""
+    """Copies from a device's memory to the host's; infinite for weights in host memory."""
     load: float
-    """An engine rank takes weights out of a slot."""
+    """One engine rank that loads weights from a slot."""
     wire_share: float
-    """Of a link's rate, that arrives as weights."""
+    """The fraction of a link's rate that carries weights."""
     process: float
-    """What a process sends or receives at most, through the kernel's sockets or a library."""
+    """The most that a process sends or receives, through the kernel's sockets or a library."""
     message_s: float
     tensor_s: float
-    """What an engine's loader takes for a tensor beside its bytes."""
+    """An engine's loader per tensor, beside its bytes."""
     call_s: float
     member_s: float
-    """What a phase takes for each member that is called."""
+    """A phase's time per member that is called."""
     threads: float = 4
-    """Of a member that copies or digests large memory."""
+    """Threads of a member that copies or digests large memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """`connections` transfers of together `nbytes` that take the same way."""
+    """`connections` transfers of `nbytes` in total over the same resources."""
 
     nbytes: float
     resources: tuple[Hashable, ...]
@@ -77,10 +77,10 @@ class Flow:
 
 
 def max_min(ways: Places, weights: Floats, capacity: Floats) -> Floats:
-    """The rate of each flow. `ways[f]`: the resources that flow f uses, as places in `capacity`.
+    """The rate of each flow. `ways[f]` are the resources of flow f, as indices into `capacity`.
 
-    All rates grow together, in proportion to their weights, until a resource is full; what crosses it keeps its rate,
-    and the others grow on. Places may be repeated where nothing limits: `capacity` is infinite there.
+    All rates grow together, in proportion to their weights, until a resource is full; its flows keep their rate, and
+    the others grow on. Indices with infinite `capacity` may be repeated.
     """
     rates = np.full(len(weights), np.inf)
     left = capacity.astype(float).copy()
@@ -103,7 +103,7 @@ def _sums(ways: Places, values: Floats, count: int) -> Floats:
 
 
 def drained(flows: Sequence[Flow], capacity: Mapping[Hashable, float]) -> Floats:
-    """Seconds until the last byte of each flow has come, if all begin now."""
+    """Seconds until the last byte of each flow arrives, if all start now."""
     names = {name: place for place, name in enumerate(capacity)}
     width = max((len(flow.resources) for flow in flows), default=0)
     ways = np.full((len(flows), max(width, 1)), len(names))  # behind the last resource there is no limit
@@ -130,22 +130,22 @@ def drained(flows: Sequence[Flow], capacity: Mapping[Hashable, float]) -> Floats
 
 
 def publish_s(rank_nbytes: float, rates: Rates) -> float:
-    """Of the rank with most bytes."""
+    """Seconds of publish: those of the rank with the most bytes."""
     return rank_nbytes / min(rates.threads * rates.copy, rates.to_host)
 
 
 def publish_delta_s(rank_nbytes: float, fraction: float, word_nbytes: float, rates: Rates) -> float:
-    """The constant is of one thread."""
+    """Seconds of publish with deltas. ENCODE_S is one thread's."""
     return (rank_nbytes / rates.encode + fraction * rank_nbytes / word_nbytes * ENCODE_S) / rates.threads
 
 
 def moved_part(fraction: float, word_nbytes: float) -> float:
-    """Of the bytes of a version, what its delta has."""
+    """The size of a delta as a fraction of the version's."""
     return min(fraction * bits_per_change(fraction) / (8 * word_nbytes), 1.0)
 
 
 def apply_s(nbytes: float, fraction: float, word_nbytes: float, rates: Rates) -> float:
-    """The constant is of two threads."""
+    """Seconds to apply a delta. APPLY_S is two threads'."""
     changes = fraction * nbytes / word_nbytes * APPLY_S * 2 / max(rates.threads, 2)
     return nbytes / (rates.threads * rates.apply) + changes
 
@@ -155,7 +155,7 @@ def verify_s(nbytes: float, rates: Rates) -> float:
 
 
 def pipeline_s(hops: int, part_nbytes: float, rate: float, rates: Rates) -> float:
-    """How far the last node is behind the first, where each passes on what it gets."""
+    """Seconds by which the last forwarding node is behind the first."""
     return hops * (PARTS_BEHIND * part_nbytes / rate + rates.message_s)
 
 

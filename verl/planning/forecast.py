@@ -1,4 +1,4 @@
-"""Seconds of each phase of a sync for every way, what bounds them, and what would help: numbers from `cost.py`."""
+"""The seconds of each phase of a sync for every way, their bounds, and remedies, with the formulas of `cost.py`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ HELPS = {
     "message_s": "messages that take half as long each",
 }
 WORTH = 0.02
-"""Of the total, that twice a rate must save to be told."""
+"""The share of the total that twice a rate must save to be listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of one sync at certain rates."""
+    """The seconds of one sync at given rates."""
 
     phases: dict[str, float]
     bound: str
@@ -52,22 +52,22 @@ class Forecast:
     fast: Seconds
     slow: Seconds
     helps: tuple[tuple[str, float], ...]
-    """What would be saved of the slower total, most first."""
+    """The savings in the slower total by remedy, the largest first."""
 
     @property
     def bound(self) -> str:
-        """The longest phase, and in it what is full."""
+        """The longest phase, and for the stage its busiest resource."""
         phase = max(self.slow.phases, key=lambda name: self.slow.phases[name])
         return f"{phase}: {self.slow.bound}" if phase == "stage" else phase
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of one version, in bytes unless said otherwise."""
+    """The sizes of one version, in bytes unless noted."""
 
     version: int
     largest_rank: int
-    """What the rank with most publishes."""
+    """The most bytes that a rank publishes."""
     engine_rank: int
     words: int
     tensors: int
@@ -89,20 +89,20 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Road:
-    """What a stage depends on of a way, whatever the rates are. Two are never equal."""
+    """The properties of a way that determine a stage at any rates. Compared by identity."""
 
     flows: tuple[Flow, ...]
-    """In full. Those that take the same way are one."""
+    """The flows of a full sync; transfers over the same resources are one flow."""
     hops: int
     part_nbytes: int
     messages: int
-    """That the node with most handles."""
+    """The most messages that a node handles."""
     arrived: int
-    """What that with most gets."""
+    """The most bytes that a node receives."""
 
     @classmethod
     def of(cls, way: Way, job: Job, *, shared_cores: bool = False) -> Road:
-        """`shared_cores`: hosts are namespaces of one machine."""
+        """With `shared_cores`, hosts are namespaces of one machine."""
         found: dict[tuple[Hashable, ...], list[int]] = {}
         messages, arrived = Counter[str](), Counter[str]()
         for one in way.transfers:
@@ -125,7 +125,7 @@ class Road:
 def forecast(
     way: Way, road: Road, sizes: Sizes, job: Job, hardware: Hardware, *, delta: bool, rdma: bool, device: bool
 ) -> Forecast:
-    """`road`: that of `way`."""
+    """The forecast for `way`, whose `road` is given."""
     slow, fast = hardware.rates(wire_of(way.backend, rdma=rdma), device=device)
     slowest = seconds(road, sizes, job, slow, delta=delta)
     saved = {
@@ -143,7 +143,7 @@ def forecast(
 
 
 def seconds(road: Road, sizes: Sizes, job: Job, rates: Rates, *, delta: bool) -> Seconds:
-    """`delta`: what changed travels, in place of the version."""
+    """The seconds of one sync; with `delta`, of one that moves the changes."""
     fraction = job.changed if delta and job.changed is not None else 1.0
     stage, bound = stage_s(road, job, rates, cost.moved_part(fraction, sizes.word) if delta else 1.0)
     if delta:
@@ -167,9 +167,9 @@ def seconds(road: Road, sizes: Sizes, job: Job, rates: Rates, *, delta: bool) ->
 def stage_s(
     road: Road, job: Job, rates: Rates, part: float = 1.0, cores_bytes_per_s: float | None = None
 ) -> tuple[float, str]:
-    """Seconds until the last node has every byte, and what is fullest. `part`: of the bytes, that travel.
+    """Seconds until the last node has every byte, and the busiest resource. `part` is the moved fraction of the bytes.
 
-    `cores_bytes_per_s`: what the processors that all hosts share push through sockets, where hosts are namespaces.
+    `cores_bytes_per_s` is the rate through sockets of the processors that all hosts share, if hosts are namespaces.
     """
     if not road.flows:
         return 0.0, "nothing travels"
@@ -235,7 +235,7 @@ SAID = {
     "down": "links between switches",
     "cores": "shared processors",
 }
-"""Whatever is full."""
+"""The texts for busiest resources."""
 
 
 def _fullest(flows: Sequence[Flow], capacity: Mapping[Hashable, float], job: Job) -> str:

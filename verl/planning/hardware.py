@@ -1,4 +1,4 @@
-"""How fast the hosts of a plan are: measured by `verl-sync doctor --json` where it was, else between two bounds."""
+"""The rates of a plan's hosts: measured by `verl-sync doctor --json`, else assumed between two bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDLESS = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Assumed:
-    """A rate that nobody has measured on the hosts: it lies between both."""
+    """A rate that was not measured on the hosts, assumed between `slow` and `fast`."""
 
     slow: float
     fast: float
@@ -48,23 +48,23 @@ PROCESS = {
 MEASURED = {"memcpy": "copy", "digest": "digest", "device to host": "to_host", "host to device": "load"}
 """Findings of the doctor, in GB/s, and the rate that each bounds."""
 COPIED_AND_DIGESTED = 0.8
-"""Of a copy's rate, copying with a digest of what is in the cache still, at the least: benchmarks/deltas.md."""
+"""The rate of copying with a digest of cached bytes is at least this fraction of a copy's: benchmarks/deltas.md."""
 MARGIN = 0.15
-"""Around what was measured."""
+"""The relative margin around measured rates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Of one host, as far as it is known."""
+    """The known rates and memory of the hosts."""
 
     measured: dict[str, tuple[float, float]]
-    """By rate: the slowest and the fastest host."""
+    """By rate: the values of the slowest and the fastest host."""
     host_nbytes: int | None = None
     shared_nbytes: int | None = None
     threads: int = 4
 
     def rates(self, wire: str, *, device: bool = True) -> tuple[Rates, Rates]:
-        """(slow, fast). `device`: trainers hold weights on accelerators, and engines compute there."""
+        """(slow, fast) rates. With `device`, trainers hold weights on accelerators, and engines compute there."""
         known = ASSUMED | {"wire_share": WIRE_SHARE[wire], "process": PROCESS[wire]}
         pair = [{name: getattr(one, side) for name, one in known.items()} for side in ("slow", "fast")]
         for name, (low, high) in self.measured.items():
@@ -85,7 +85,7 @@ UNKNOWN = Hardware(measured={})
 
 
 def read_hardware(path: Path) -> Hardware:
-    """What `verl-sync doctor --json` wrote. Raises ConfigError."""
+    """The hardware in a file of `verl-sync doctor --json`. Raises ConfigError."""
     try:
         document = json.loads(path.read_text())
         findings = [(one["check"], float(one["value"])) for one in document["findings"] if one["value"] is not None]
@@ -110,7 +110,7 @@ def _least(findings: Iterable[tuple[str, float]], check: str) -> int | None:
 
 
 def faster(rates: Rates, name: str, times: float) -> Rates:
-    """What `rates` would be with one of them `times` as good."""
+    """`rates` with one of them `times` as good."""
     value = getattr(rates, name)
     changed: dict[str, Any] = {name: value / times if name.endswith("_s") else value * times}
     return replace(rates, **changed)

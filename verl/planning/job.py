@@ -1,4 +1,4 @@
-"""A job that is planned: who trains, who generates, over which links. Parsed from words of a command line; pure."""
+"""A planned job: its trainers, rollouts and links, parsed from a command line. Pure."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Hosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """What joins the hosts."""
+    """The network between the hosts."""
 
     host_bytes_per_s: float
-    """Of one host, in each direction."""
+    """The rate of one host in each direction."""
     hosts_per_leaf: int | None = None
-    """Hosts below one switch; None: all hosts are below one."""
+    """Hosts below one switch; None if all are below one."""
     oversubscription: float = 1.0
-    """How many times as much the hosts below a switch may send as its way to the others carries."""
+    """The total rate of the hosts below a switch, over the rate of its link to the other switches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,12 @@ class Job:
     expert_tensor: int | None = None
     fsdp_size: int = -1
     colocated: bool = False
-    """Rollout engines are on the trainers' hosts."""
+    """Whether rollout engines are on the trainers' hosts."""
     dtype: str = "bfloat16"
     slots: int = 2
     block_nbytes: int = 2**20
     changed: float | None = None
-    """Fraction of values that change between two versions; None: no deltas are planned."""
+    """The fraction of values that change between two versions; None without deltas."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -81,7 +81,7 @@ class Job:
         return rank // self.trainers.each
 
     def node_host(self, node: int) -> int:
-        """Hosts are numbered: those of trainers, then those of rollouts."""
+        """The host of a rollout node. Hosts are numbered, first those of trainers, then those of rollouts."""
         return node if self.colocated else self.trainers.count + node
 
     @property

@@ -1,4 +1,4 @@
-"""How much memory hosts and devices need in each phase, and whether they have it. Arithmetic on a plan."""
+"""Computes from a plan the memory that hosts and devices need in each phase, and whether they have it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from verl.planning.shapes import PlannedModel
 from verl.planning.traffic import MESSAGE_NBYTES
 
 MASTER_NBYTES = 4
-"""Of a weight, of its gradient and of each of AdamW's two moments, which are float32."""
+"""Bytes of a weight, of its gradient, and of each of AdamW's two moments, which are float32."""
 IN_FLIGHT = 4
-"""Messages whose pieces may be scattered at a time."""
+"""The most messages whose pieces are scattered at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Need:
     """`trainer device`, `rollout host`, ..."""
     phase: str
     parts: tuple[tuple[str, int], ...]
-    """What for, and bytes: of the host or device that needs most."""
+    """(purpose, bytes), for the host or device that needs most."""
     available_nbytes: int | None = None
 
     @property
@@ -36,7 +36,7 @@ class Need:
 
     @property
     def fits(self) -> bool | None:
-        """None: nobody said what there is."""
+        """Whether the need fits; None if the available memory is unknown."""
         return None if self.available_nbytes is None else self.nbytes <= self.available_nbytes
 
 
@@ -49,7 +49,7 @@ def needs(
     host_nbytes: int | None = None,
     shared_nbytes: int | None = None,
 ) -> list[Need]:
-    """Activations, KV caches and what libraries take for themselves are not in it."""
+    """The needs of each phase, without activations, KV caches and the libraries' own memory."""
     owned = [_region(plan, owner, job) for owner in range(plan.num_owners)]
     ranks = np.array(owned).reshape(job.trainers.count, job.trainers.each, 2).sum(axis=1)
     region, deltas = (int(column) for column in ranks[ranks.sum(axis=1).argmax()])
@@ -80,7 +80,7 @@ def needs(
 
 
 def engine_rank_nbytes(layout: Layout, tensor_parallel: int) -> int:
-    """Matrices are divided among the ranks of a replica, vectors are on each of them: about what vLLM does."""
+    """The bytes of an engine rank, about as in vLLM: ranks of a replica divide matrices, each has all vectors."""
     matrices = sum(spec.nbytes for spec in layout.specs if len(spec.shape) > 1)
     return -(-matrices // tensor_parallel) + layout.payload_nbytes - matrices
 

@@ -1,4 +1,4 @@
-"""A plan as a picture: seconds of every way, and memory beside what there is."""
+"""A plan as a picture: the seconds of every way, and needed beside available memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS = ("#4c78a8", "#54a24b", "#f58518", "#e45756", "#b279a2", "#9d755d")
 
 
 def draw(result: Planned, path: Path) -> None:
-    """Raises ConfigError for a kind of file that cannot be drawn."""
+    """Draw the plan to a file. Raises ConfigError for an unsupported file type."""
     import matplotlib as mpl
 
     mpl.use("Agg")

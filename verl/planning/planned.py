@@ -1,4 +1,4 @@
-"""A plan as a whole: the model's shards, the project's own plan of them, every way, and memory."""
+"""A whole plan: the model's shards, the `SyncPlan` of them, every way, and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verl.planning.traffic import COLLECTIVES, Traffic, Way, members_of, wire_of
 from verl.utils.config import ConfigError
 
 UNEVEN = 1.5
-"""How many times the mean a rank may send before it is told."""
+"""A rank that sends more than so many times the mean is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Planned:
     memory: tuple[Need, ...]
     notes: tuple[str, ...]
     steps: tuple[tuple[str, tuple[Outcome, ...]], ...]
-    """Of the best way at its slower and faster bound, simulated."""
+    """Simulated steps with the best way, at its slower and faster bound."""
     unavailable: dict[str, str]
-    """Ways that cannot be taken, and why."""
+    """Unusable ways, and the reasons."""
 
     @property
     def fits(self) -> bool:
@@ -47,11 +47,11 @@ class Planned:
 
     @property
     def best(self) -> Forecast:
-        """Whose slower bound is lowest."""
+        """The forecast with the lowest slower bound."""
         return min(self.forecasts, key=lambda one: one.slow.total)
 
     def document(self) -> dict[str, Any]:
-        """For JSON. Links of members are those of the best way; bytes are of a sync in full."""
+        """The plan for JSON. Members' links are those of the best way; bytes are of a full sync."""
         best = self.best
         sizes = {"nbytes": self.plan.layout.payload_nbytes, "slot_nbytes": self.plan.layout.nbytes}
         return {
@@ -91,7 +91,7 @@ class Planned:
 
 
 def planned(request: Request, hardware: Hardware) -> Planned:
-    """Raises ConfigError, PlanError."""
+    """Plan a job. Raises ConfigError, PlanError."""
     job = request.job
     model = planned_model(request.path, job)
     plan = make_plan(model.layout, model.held, block_nbytes=job.block_nbytes)
@@ -164,7 +164,7 @@ def _ways(request: Request, traffic: Traffic) -> tuple[list[Way], dict[str, str]
 
 
 def topologies_of(backend: str) -> tuple[str, ...]:
-    """Those that a run could ask for, the backend's own first."""
+    """The topologies that a run could configure, the backend's default first."""
     from verl.checkpoint_engine.registry import CheckpointEngineRegistry
 
     found: tuple[str, ...] = CheckpointEngineRegistry.get(backend).capabilities.topologies

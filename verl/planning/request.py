@@ -1,4 +1,4 @@
-"""What `verl-sync plan` is asked for."""
+"""The options of `verl-sync plan`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Request:
     job: Job
     backends: tuple[str, ...]
     topology: str | None
-    """None: each that a backend has."""
+    """None for each topology of a backend."""
     rdma: bool
     device: str
     device_nbytes: int | None
@@ -23,6 +23,6 @@ class Request:
     hardware_path: Path | None
     cores: int
     workload: Workload | None
-    """Steps to simulate."""
+    """The workload to simulate."""
     as_json: bool
     picture: Path | None

@@ -1,7 +1,7 @@
-"""Which tensors a model has that exists as a config alone, and which boxes of them each trainer rank would hold.
+"""Derives from a model's config its tensors, and the boxes of them that each trainer rank would hold.
 
-The model is made on the meta device, which takes no memory. Names and shapes of its checkpoint are what transformers
-would save; what a rank holds follows from the same rules with which the trainer fills it.
+The model is built on the meta device, without memory. Names and shapes of its checkpoint are those that transformers
+would save; a rank's boxes follow from the rules with which the trainer loads them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verl.workers.config.megatron import MegatronConfig
 from verl.workers.hf.conversion import Conversion
 
 MASTER_DTYPE = "float32"
-"""In which a trainer holds weights, by default; tensors that engines get as they are trained have it."""
+"""The dtype in which a trainer holds weights by default, and of tensors that engines get unchanged."""
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -35,9 +35,9 @@ class PlannedModel:
     name: str
     layout: Layout
     held: list[ShardTable]
-    """Of each trainer rank."""
+    """The boxes of each trainer rank."""
     held_numel: npt.NDArray[np.int64]
-    """Of each trainer rank: parameters, without what pads a vocabulary."""
+    """The number of parameters of each trainer rank, without the padding of a vocabulary."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -46,7 +46,7 @@ class PlannedModel:
 
 
 def planned_model(path: Path, job: Job) -> PlannedModel:
-    """`path`: a model directory or a `config.json`. Raises ConfigError, PlanError."""
+    """The model in `path`, a model directory or a `config.json`. Raises ConfigError, PlanError."""
     config, notes = _config(path)
     layout, held = _megatron(config, job) if job.strategy == "megatron" else _fully_sharded(config, job)
     numel = np.array([int(np.prod(table.stop - table.start, axis=1, dtype=np.int64).sum()) for table in held])

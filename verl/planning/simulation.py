@@ -1,12 +1,12 @@
-"""Steps of training in the three modes, as a discrete simulation: who works, who waits, how old samples are.
+"""A discrete simulation of training steps in the three modes: work, waits, and age of samples.
 
 The engines have slots, each of which decodes one response; the trainer takes the prompts of a step when all their
-responses are there. Time goes from event to event; between two of them everybody works at an even rate, a slower one
-while trainer and engines work at once, if they share processors.
+responses are finished. Time goes from event to event; between two events trainer and engines work at constant rates,
+slower ones while both work, if they share processors.
 
     hybrid          generate, train, sync, one after the other
     one_step_off    the next batch is generated while this one is trained; a sync in between
-    fully_async     generation goes on; `StalenessBudget`, that of a run, says how far ahead; a sync every few steps
+    fully_async     generation goes on, as far ahead as a run's `StalenessBudget` allows; a sync every few steps
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENDLESS = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is simulated: words after --simulate, as prompts=64 update_s=20."""
+    """The simulated workload: words after --simulate, like prompts=64 update_s=20."""
 
     prompts: int = option(64, "of a step", least=1)
     responses: int = option(8, "of a prompt", least=1)
@@ -51,13 +51,13 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSeconds:
-    """What a sync costs."""
+    """The costs of a sync."""
 
     total_s: float
     blocked_s: float
-    """The trainer, where it goes on as soon as its weights are copied."""
+    """The trainer's wait, if it goes on as soon as its weights are copied."""
     pause_s: float
-    """Of generation, where it goes on while a version is staged."""
+    """The pause of generation, if it goes on while a version is staged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,12 @@ class Outcome:
     step_s: float
     tokens_per_s: float
     waits_for_samples: float
-    """Share of the time, of the trainer."""
+    """The share of time that the trainer waits for samples."""
     waits_for_sync: float
     engines_idle: float
-    """Share of the time in which engines have nothing to do or are paused."""
+    """The share of time that engines are idle or paused."""
     slots_used: float
-    """Share of all slots, on the mean."""
+    """The mean share of slots in use."""
     staleness: float
     most_staleness: int
     failures: int
@@ -276,10 +276,10 @@ class Simulation:
 
 
 def simulate(work: Workload, sync: SyncSeconds) -> list[Outcome]:
-    """Each mode. `work.replicas` must be above 0."""
+    """Simulate each mode. `work.replicas` must be above 0."""
     return [Simulation(mode, work, sync).run() for mode in MODES]
 
 
 def described(outcome: Outcome) -> dict[str, Any]:
-    """For JSON."""
+    """The outcomes for JSON."""
     return {**asdict(outcome), "waiting_side": outcome.waiting_side}

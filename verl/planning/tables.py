@@ -1,4 +1,4 @@
-"""A plan on a terminal."""
+"""A plan as tables for the terminal."""
 
 from __future__ import annotations
 

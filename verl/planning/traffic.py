@@ -1,4 +1,4 @@
-"""Who would send which bytes to whom: the project's own plan along its own topologies. Exact; nothing is moved."""
+"""The exact bytes between members, from the project's own plans and topologies, without moving any."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from verl.checkpoint_engine.plan.types import Member
 from verl.planning.job import Job
 
 MESSAGE_NBYTES = 64 * 2**20
-"""What backends ask for at a time, by default."""
+"""The bytes of one message of a backend, by default."""
 WIRES = {"naive": "sockets", "gloo": "sockets", "tcp": "sockets", "nccl": "nccl", "hccl": "nccl"}
-"""What moves the bytes of backends that have no choice."""
+"""The wires of backends without a choice."""
 COLLECTIVES = ("naive", "gloo", "nccl", "hccl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What one member gets from another in one sync in full."""
+    """The bytes from one member to another in one full sync."""
 
     sender: Member
     receiver: Member
@@ -48,9 +48,9 @@ class Way:
     topology: str
     transfers: tuple[Transfer, ...]
     hops: dict[str, int]
-    """By receiving member: over how many others the last byte comes."""
+    """By receiving member: the number of members that forward its last byte."""
     part_nbytes: int
-    """What is passed on at a time."""
+    """The bytes of a forwarded part."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Way:
 
     @property
     def sent_nbytes(self) -> dict[str, int]:
-        """By member."""
+        """The bytes that each member sends."""
         sums: dict[str, int] = {}
         for one in self.transfers:
             sums[one.sender.name] = sums.get(one.sender.name, 0) + one.nbytes
@@ -75,7 +75,7 @@ def members_of(job: Job) -> tuple[list[Member], list[Member]]:
 
 
 class Traffic:
-    """The ways of one plan. What messages of owners are cut into is found out once for each size."""
+    """The ways of one plan. Computes the owners' messages once per size."""
 
     def __init__(self, plan: SyncPlan, job: Job) -> None:
         self._plan = plan
@@ -85,9 +85,9 @@ class Traffic:
         self._known: dict[tuple[bool, bool, str], Way] = {}
 
     def way(self, backend: str, topology: str) -> Way:
-        """Ways whose bytes are the same share their transfers.
+        """The way of a backend with a topology. Ways with the same bytes share their transfers.
 
-        Raises BackendUnavailable or PlanError where the backend cannot serve these members.
+        Raises BackendUnavailable or PlanError if the backend cannot serve these members.
         """
         key = (backend == "naive", backend == "kimi_ckpt_engine", topology)
         if key not in self._known:
@@ -185,7 +185,7 @@ class Traffic:
 
 
 def wire_of(backend: str, *, rdma: bool) -> str:
-    """`sockets`, `rdma` or `nccl`. `rdma`: libraries that can use it do."""
+    """`sockets`, `rdma` or `nccl`. With `rdma`, libraries that support it use it."""
     return WIRES.get(backend, "rdma" if rdma else "sockets")
 
 

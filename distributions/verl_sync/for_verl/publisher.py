@@ -73,7 +73,7 @@ class _RankWithServer(PublishingRank):
 class _Replica:
     """Implements `ports.Replica`, on rank 0."""
 
-    node_index = HERE
+    node_index, answers = HERE, True
 
     def __init__(self, name: str, ranks: Ranks, rank: int) -> None:
         self.name = name

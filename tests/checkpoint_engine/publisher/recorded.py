@@ -16,6 +16,8 @@ URL = "http://127.0.0.1:1"
 class RecordingServer(RecordingReplica):
     """`refuses`: what `check` raises."""
 
+    answers = True
+
     def __init__(self, name: str = URL) -> None:
         super().__init__(name)
         self.checked: Mapping[str, tuple[str, tuple[int, ...]]] = {}

@@ -180,6 +180,34 @@ def test_a_server_that_was_started_anew_is_asked_again_and_gets_all(served: Serv
         assert_serves(vllm, 2, 1)
 
 
+STEPS = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_one_of_two_servers_that_refuses_a_request_serves_what_its_workers_hold(step: str, served: Served, shm: Path):
+    vllm, url = served
+    left = [step]
+
+    def refuses(path: str) -> None:
+        if path in left:
+            left.remove(path)
+            raise ActivationError("told to refuse")
+
+    held = tensors(1)
+    with stand_in(1) as (other, other_url), WeightPublisher(held, [other_url, url]) as publisher:
+        publisher.push(1)
+        vllm.before = refuses
+        held |= tensors(2)
+        with pytest.raises(SyncAborted, match=f"{url} could not load it; {other_url} serve it"):
+            publisher.push(2)
+        assert_serves(other, 2, 2)
+        assert_serves(vllm, *((1, 1) if step in STEPS[:3] else (2, 2)))
+        held |= tensors(3)
+        publisher.push(3)
+        for one in (vllm, other):
+            assert_serves(one, 3, 3)
+
+
 def test_a_server_that_is_started_anew_after_it_has_loaded_is_not_said_to_serve_the_version(served: Served, shm: Path):
     vllm, url = served
     with WeightPublisher(tensors(1), [url]) as publisher:

@@ -360,6 +360,8 @@ class TestAgainstSGLang:
 
 
 class CheckedReplica(RecordingReplica):
+    answers = True
+
     async def check(self, tensors: Any) -> dict[str, str]:
         return {}
 

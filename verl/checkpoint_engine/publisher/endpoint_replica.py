@@ -100,7 +100,7 @@ class EndpointReplica:
         self.node_index = node_index
         self._config, self._timeout_s, self._reports = config, timeout_s, reports
         self._rescue = rescue
-        self._is_paused = False
+        self._is_paused, self.answers = False, True
         self._writer = writer or Writer.here("publisher")
         self._server: Server = VLLMServer(url, self._writer, timeout_s=timeout_s)
 
@@ -211,9 +211,11 @@ class EndpointReplica:
         await self._told(apart(question, *arguments))
 
     async def _told(self, answer: Awaitable[object]) -> None:
+        self.answers = True
         try:
             await answer
         except TransportError as exc:
+            self.answers = False
             raise type(exc)(f"{self._server.engine} does not answer: {exc.message}", member=self.name) from exc
 
     async def sleep(self) -> None:

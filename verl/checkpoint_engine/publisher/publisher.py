@@ -70,6 +70,11 @@ class PendingPush:
 class CheckedReplica(Replica, Protocol):
     """A replica that can check beforehand whether the weights fit its model."""
 
+    @property
+    def answers(self) -> bool:
+        """Whether it did when it was last asked for a step of a push."""
+        ...
+
     async def check(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Mapping[str, str]:
         """Compare with the model. Returns tensor to twin as `EndpointReplica.check`: their values must be equal."""
         ...
@@ -165,7 +170,7 @@ class WeightPublisher:
     def push(self, version: SupportsIndex, *, allow_older: bool = False) -> SyncReport:
         """Push the current weights to every server, as `version`. Every rank calls it; returns when all serve it.
 
-        `version`: an integer of 0 to 2**63 - 1, also of numpy or torch. One below the version in service needs
+        `version`: an integer of 0 to 2**63 - 1, also of numpy or torch. One below what this publisher pushed last needs
         `allow_older`.
 
         Raises SyncAborted: its cause is the first failure. If no server could load the version, those that answer serve
@@ -268,21 +273,23 @@ class WeightPublisher:
         try:
             report = await manager.update_weights(version, released=released)
         except SyncAborted:
-            outcomes = await asyncio.gather(
-                *(replica.go_on(version) for replica in self._known.values()), return_exceptions=True
-            )
-            for why in outcomes:
-                if isinstance(why, Exception):
-                    logger.warning("a server stays paused: %s", why)
+            await self._go_on(version, self._known.values())
             raise
         failed = [name for name in names if name not in report.replicas_updated]
         if failed:
+            await self._go_on(version, [one for name, one in self._known.items() if name in failed and one.answers])
             raise SyncAborted(
                 f"{', '.join(failed)} could not load it; {', '.join(report.replicas_updated)} serve it",
                 version=version,
                 phase="activate",
             )
         return report
+
+    async def _go_on(self, version: int, replicas: Iterable[CheckedReplica]) -> None:
+        outcomes = await asyncio.gather(*(replica.go_on(version) for replica in replicas), return_exceptions=True)
+        for why in outcomes:
+            if isinstance(why, Exception):
+                logger.warning("a server stays paused: %s", why)
 
     async def _take_in(self, manager: CheckpointEngineManager, names: Sequence[str]) -> None:
         """Servers that are new or were left out get the version in service; those that are named no more are left."""

@@ -14,8 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm]
 
 
 def test_ratios_of_first_updates_are_one_and_probabilities_differ_by_nothing(ray_cluster, tmp_path):
-    """Of a model without experts, of which rare tokens differ (docs/adr/0037-the-trainers-model-in-the-engine.md)."""
-    model = make_tiny_model(tmp_path / "model", "qwen2")
+    model = make_tiny_model(tmp_path / "model", "qwen3_moe")
     if found := layer_that_differs(AutoConfig.from_pretrained(model)):
         pytest.skip(f"on this processor {found} in bfloat16")
     result = in_process(

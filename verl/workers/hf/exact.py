@@ -7,16 +7,22 @@ has all, get other numbers from the same weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from verl.utils.model import EXACT, expert_count
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+FEWEST_PRODUCTS = 16**3
+"""torch multiplies matrices with loops of its own, and not with oneDNN, where there are no more of them."""
 MOST_OUTPUTS = 16384
 """Outputs of a tested matrix: each output is a sum over inputs, independent of the others."""
 
@@ -61,32 +67,76 @@ class _Sequences(torch.autograd.Function):
         return *(torch.cat(parts) for parts in zip(*of_states, strict=True)), None, None
 
 
+def agree(model: PreTrainedModel) -> None:
+    """Make linear layers, routers and experts of `model` give a row the same bits beside any others, in place.
+
+    What experts add to a token is summed in the order of the experts, in the dtype of the token.
+    """
+    if expert_count(model.config):
+        model.set_experts_implementation(EXACT)
+    for module in model.modules():
+        is_router = hasattr(module, "top_k") and isinstance(getattr(module, "weight", None), torch.Tensor)
+        if isinstance(module, torch.nn.Linear) or is_router:
+            fewest = fewest_rows(cast(torch.Tensor, module.weight).shape)
+            module.forward = functools.partial(_beside_others, module.forward, fewest)
+
+
+def fewest_rows(shape: torch.Size) -> int:
+    """The number of rows from which on a product with a weight of `shape`, [outputs, inputs], has one kernel."""
+    return max(2, FEWEST_PRODUCTS // shape.numel() + 1)  # of a single row there is another order
+
+
+def _beside_others(forward: Callable[[torch.Tensor], Any], fewest: int, states: torch.Tensor) -> Any:
+    """`forward(states)` of `states`, [..., inputs], with rows of zeros beside them if they are fewer than `fewest`.
+
+    `forward` returns a tensor, or a tuple of tensors, with a row for each row of `states`."""
+    rows = states.flatten(0, -2)
+    if (missing := fewest - len(rows)) <= 0:
+        return forward(states)
+    found = forward(pad(rows, (0, 0, 0, missing)))
+    if isinstance(found, tuple):
+        return tuple(each[: len(rows)] for each in found)
+    return found[: len(rows)].unflatten(0, states.shape[:-1])
+
+
+def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[n, outputs] from [n, inputs] and [outputs, inputs]: a row has the same bits for any n."""
+    found: torch.Tensor = _beside_others(lambda given: linear(given, weight), fewest_rows(weight.shape), rows)
+    return found
+
+
+def experts_in_order(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """For transformers: [tokens, width] from states of that shape and each token's experts and weights, [tokens, k]."""
+    output = torch.zeros_like(hidden_states)
+    for expert in sorted(set(top_k_index.flatten().tolist())):
+        tokens, places = torch.where(top_k_index == expert)
+        states = product(hidden_states[tokens], module.gate_up_proj[expert])
+        states = product(module._apply_gate(states), module.down_proj[expert])
+        output = output.index_add(0, tokens, states * top_k_weights[tokens, places, None])
+    return output
+
+
 @torch.no_grad()
-def layer_that_differs(config: PretrainedConfig, product: Product = linear) -> str:
+def layer_that_differs(config: PretrainedConfig, product: Product = product) -> str:
     """Describe a matrix of a model of `config` whose bfloat16 product with a row depends, on this processor, on the
     number of rows. Empty if there is none, as exact mode requires."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    is_expert: dict[tuple[int, ...], bool] = {}
-    for each in model.parameters():
-        if each.dim() > 1:
-            shape = tuple(each.shape[-2:])
-            is_expert[shape] = is_expert.get(shape, False) or each.dim() > 2
     generator = torch.Generator().manual_seed(0)
-    for (outputs, inputs), routed in is_expert.items():
-        weight = torch.randn(min(outputs, MOST_OUTPUTS), inputs, generator=generator).bfloat16()
-        rows = torch.randn(ROWS[-1], inputs, generator=generator).bfloat16()
+    for outputs, inputs in dict.fromkeys(tuple(each.shape[-2:]) for each in model.parameters() if each.dim() > 1):
+        weight, rows = cancelling((min(outputs, MOST_OUTPUTS), inputs), ROWS[-1], generator)
         expected = product(rows, weight)
         for count in ROWS:
-            given = rows[:count] if routed else beside_another(rows[:count])
-            if not torch.equal(product(given, weight)[:count], expected[:count]):
+            if not torch.equal(product(rows[:count], weight), expected[:count]):
                 return f"a linear layer of {inputs} to {outputs} gives {count} rows other bits than {ROWS[-1]}"
     return ""
 
 
-def beside_another(rows: torch.Tensor) -> torch.Tensor:
-    """[n, ...] with at least two rows: kernels sum the products of a single row in another order."""
-    return rows if len(rows) > 1 else rows.expand(2, *rows.shape[1:])
+def layer_that_differs(config: PretrainedConfig, product: Product = product) -> str:
+    """Describe a matrix of a model of `config` whose bfloat16 product with a row depends, on this processor, on the
+    number of rows. Empty if there is none, as exact mode requires."""
 
 
 def attend_exactly(
@@ -101,4 +151,6 @@ def attend_exactly(
 
 
 def no_mask(*args: Any, **options: Any) -> None:
-    """No mask: padding follows a sequence, and causal attention does not see it."""
+def layer_that_differs(config: PretrainedConfig, product: Product = product) -> str:
+    """Describe a matrix of a model of `config` whose bfloat16 product with a row depends, on this processor, on the
+    number of rows. Empty if there is none, as exact mode requires."""

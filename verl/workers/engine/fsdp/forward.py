@@ -17,16 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.compat.transformers import attention
 from verl.protocol import DataProto, tensors_of
-from verl.utils.model import EXACT
 from verl.utils.torch_functional import (
     candidate_logprobs_from_logits,
     entropy_from_logits,
     logprobs_from_logits,
 )
 from verl.workers.engine.base import CANDIDATE_LOG_PROBS, CANDIDATES
-from verl.workers.hf.exact import beside_another
 from verl.workers.hf.packing import row_inputs
 from verl.workers.hf.seeing import Sight
 from verl.workers.hf.sharers import Sharers
@@ -201,11 +198,9 @@ def _only_at(tokens: _Tokens, model: nn.Module) -> Iterator[list[bool]]:
 
     def narrow(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         applied.append(True)
-        states = tokens.predicting(args[0])
-        return (beside_another(states[0])[None] if exact else states, *args[1:])
+        return (tokens.predicting(args[0]), *args[1:])
 
     transformer: Any = model
-    exact = attention(transformer) == EXACT
     head = transformer.get_output_embeddings()
     handle = None if head is None else head.register_forward_pre_hook(narrow)
     try:

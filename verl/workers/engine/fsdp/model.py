@@ -22,7 +22,7 @@ from transformers import (
 
 from verl.utils.config import ConfigError
 from verl.utils.language_model import auto_class, is_wrapper, language_config, sees
-from verl.utils.model import ATTENTION, override, read_hf_config
+from verl.utils.model import ATTENTION, EXACT, override, read_hf_config
 from verl.utils.pictures import PictureProcessor, load_processor
 from verl.utils.trainable import require_trainable
 from verl.workers.config import FSDPConfig, HFModelConfig
@@ -32,6 +32,7 @@ from verl.workers.engine.fsdp.lora import Adapters
 from verl.workers.engine.fsdp.mesh import DTYPES
 from verl.workers.engine.fsdp.sharding import Sharding
 from verl.workers.engine.tensors import as_in_checkpoint
+from verl.workers.hf import exact
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.building import parameters_on_meta, require_buffers
 from verl.workers.hf.checkpoint import HFCheckpoint
@@ -256,6 +257,8 @@ def _make(head: Head, hf_config: PretrainedConfig, model_config: HFModelConfig, 
         raise ConfigError(f"model.path={model_config.path}: transformers cannot build the model: {why}") from exc
     if not model_config.drops:
         silence(model)
+    if attention == EXACT:
+        exact.agree(model)
     return model
 
 

@@ -29,7 +29,7 @@ from verl.checkpoint_engine.plan.types import Box
 from verl.workers.hf.building import parameters_on_meta
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import conversion_of
-from verl.workers.hf.exact import attend, beside_another, no_mask
+from verl.workers.hf.exact import agree, attend, no_mask
 
 ARCHITECTURE = "VerlExactForCausalLM"
 PAGED = "verl_exact_paged"
@@ -58,6 +58,7 @@ class ExactForCausalLM(nn.Module):
         with parameters_on_meta():
             auto: Any = AutoModelForCausalLM
             whole = auto.from_config(config, dtype=dtype, attn_implementation=PAGED)
+        agree(whole)
         with HFCheckpoint(Path(vllm_config.model_config.model)) as checkpoint:
             self._conversion = conversion_of(whole, checkpoint.shapes)
         self.model, self.lm_head = whole.model, whole.lm_head
@@ -89,14 +90,13 @@ class ExactForCausalLM(nn.Module):
         inputs_embeds: Any = None,
     ) -> torch.Tensor:
         """[tokens, width]."""
-        ids, places = beside_another(input_ids), beside_another(positions)
-        states = self.model(input_ids=ids[None], position_ids=places[None], use_cache=False)
-        hidden: torch.Tensor = states.last_hidden_state[0, : len(input_ids)]
+        states = self.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        hidden: torch.Tensor = states.last_hidden_state[0]
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(beside_another(hidden_states))
-        return logits[: len(hidden_states)]
+        logits: torch.Tensor = self.lm_head(hidden_states)
+        return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         parameters, loaded = dict(self.named_parameters()), set()
@@ -188,7 +188,7 @@ class _PagedAttention(AttentionImpl[_Requests]):  # type: ignore[misc]
     ) -> None:
         size = kv_cache.shape[2]
         taken = slot_mapping.long()
-        kv_cache[taken // size, :, taken % size] = torch.cat([key, value], dim=-1)[: len(taken)]
+        kv_cache[taken // size, :, taken % size] = torch.cat([key, value], dim=-1)
 
     def forward(
         self,

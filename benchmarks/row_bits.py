@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, Qwen2RotaryEmbedding
 
+from verl.workers.hf.exact import cancelling
+
 ROWS = 1024
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 343, 512, 1000, 1023)
 Operator = Callable[[torch.Tensor], torch.Tensor]
-
-
-def linear(inputs: int, outputs: int, dtype: torch.dtype) -> Operator:
-    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
-    return lambda rows: functional.linear(rows, weight)
 
 
 def rope(rows: torch.Tensor) -> torch.Tensor:
@@ -33,10 +31,12 @@ def operators() -> dict[str, tuple[Operator, torch.Tensor]]:
     """By name, with the rows that they are given."""
     torch.manual_seed(0)
     found: dict[str, tuple[Operator, torch.Tensor]] = {}
-    for inputs, outputs in ((64, 192), (896, 896), (896, 4864), (4864, 896), (11008, 256), (18944, 256)):
-        rows = torch.randn(ROWS, inputs).bfloat16()
-        found[f"linear {inputs} to {outputs}"] = linear(inputs, outputs, torch.bfloat16), rows
-    found["linear 64 to 192 in float32"] = linear(64, 192, torch.float32), torch.randn(ROWS, 64)
+    generator = torch.Generator().manual_seed(0)
+    for inputs, outputs in ((64, 4), (64, 32), (64, 192), (896, 896), (896, 4864), (4864, 896), (11008, 256)):
+        weight, rows = cancelling((outputs, inputs), ROWS, generator)
+        found[f"linear {inputs} to {outputs}"] = partial(functional.linear, weight=weight), rows
+    weight = torch.randn(192, 64) / 8
+    found["linear 64 to 192 in float32"] = partial(functional.linear, weight=weight), torch.randn(ROWS, 64)
     norm = Qwen2RMSNorm(896).bfloat16()
     wide, odd = torch.randn(ROWS, 896).bfloat16(), 3 * torch.randn(ROWS, 172).bfloat16()
     found["RMSNorm"] = norm, wide

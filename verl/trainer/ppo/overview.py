@@ -55,7 +55,7 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
         f"rewards {config.reward_model.reward_manager}"
     )
     if rollout.exact:
-        yield "exact: trainer and engine compute with the same operators; rare tokens of wide layers and experts differ"
+        yield "exact: trainer and engine compute with the same operators, and give tokens the same bits"
     if rollout.quantization is not None:
         yield f"quantization: {rollout.quantization}{_correction(config)}"
     if config.reward_model.enable:

@@ -99,8 +99,8 @@ class RolloutConfig(Section):
     dtype: str = option("bfloat16", "dtype of the engine's weights", choices=("bfloat16", "float16", "float32"))
     exact: bool = option(
         False,
-        "the engine computes with the trainer's own operators, and both give tokens the same bits but for rare ones of "
-        "wide layers and experts (vllm on cpu, fsdp and fsdp2, in bfloat16); false: each has the fastest it knows",
+        "the engine computes with the trainer's own operators, and both give tokens the same bits (vllm on cpu, fsdp "
+        "and fsdp2, in bfloat16); false: each has the fastest it knows",
     )
     quantization: str | None = option(
         None,

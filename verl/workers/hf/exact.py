@@ -134,9 +134,16 @@ def layer_that_differs(config: PretrainedConfig, product: Product = product) -> 
     return ""
 
 
-def layer_that_differs(config: PretrainedConfig, product: Product = product) -> str:
-    """Describe a matrix of a model of `config` whose bfloat16 product with a row depends, on this processor, on the
-    number of rows. Empty if there is none, as exact mode requires."""
+def cancelling(shape: tuple[int, int], count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight of `shape`, [outputs, inputs], and rows, [count, inputs], in bfloat16, whose products sum to zero.
+
+    What is left of a sum is what was rounded on the way, which shows its order."""
+    outputs, inputs = shape
+    order = torch.randperm(inputs, generator=generator)
+    weight, rows = (torch.randn(n, -(-inputs // 2), generator=generator) for n in (outputs, count))
+    whole = (torch.cat([weight, weight], dim=1), torch.cat([rows, -rows], dim=1))
+    first, second = (each[:, :inputs][:, order].bfloat16() for each in whole)
+    return first, second
 
 
 def attend_exactly(
@@ -151,6 +158,7 @@ def attend_exactly(
 
 
 def no_mask(*args: Any, **options: Any) -> None:
-def layer_that_differs(config: PretrainedConfig, product: Product = product) -> str:
-    """Describe a matrix of a model of `config` whose bfloat16 product with a row depends, on this processor, on the
-    number of rows. Empty if there is none, as exact mode requires."""
+    """No mask: padding follows a sequence, and causal attention does not see it."""
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXACT, experts_in_order)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """`VERL_CACHE_DIR`: where built-in models and data are made. Default `~/.cache/verl-sync`."""
+    """`VERL_CACHE_DIR`: the directory of built-in models and data. Default `~/.cache/verl-sync`."""
     return Path(os.environ.get("VERL_CACHE_DIR", "~/.cache/verl-sync")).expanduser()
 
 
@@ -20,12 +20,12 @@ def files_for() -> str:
 
 
 def ray_address() -> str:
-    """`RAY_ADDRESS`: the Ray that a run joins where `ray_kwargs.ray_init.address` does not say. Default: none."""
+    """`RAY_ADDRESS`: the Ray that a run joins without `ray_kwargs.ray_init.address`. Default: none."""
     return os.environ.get("RAY_ADDRESS", "")
 
 
 def shows_tracebacks() -> bool:
-    """`VERL_TRACEBACK=1`: errors in code of the user's own come with their traceback. Default: in one line."""
+    """`VERL_TRACEBACK=1`: errors in users' code have their traceback. Default: one line."""
     return os.environ.get("VERL_TRACEBACK", "") not in ("", "0")
 
 

@@ -1,7 +1,7 @@
 """`DataProto`: the one batch type that travels between the driver and the worker groups.
 
-A `DataProto` of length N holds N samples: tensors of shape [N, ...] in `batch`, one Python object per sample in each
-array of `non_tensor_batch`, and facts about the batch as a whole in `meta_info`.
+A `DataProto` of length N has N samples: tensors of shape [N, ...] in `batch`, one Python object per sample in each
+array of `non_tensor_batch`, and facts about the whole batch in `meta_info`.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ class DataProto:
         self.check_consistency()
 
     def check_consistency(self) -> None:
-        """Raises ValueError unless there is one entry of everything for every sample.
+        """Raises ValueError unless every tensor and array has one entry per sample.
 
-        Whoever has changed `batch` or `non_tensor_batch` directly may ask.
+        For callers that have changed `batch` or `non_tensor_batch` directly.
         """
         for key, values in self.non_tensor_batch.items():
             if len(values) != len(self):
                 raise ValueError(f"non_tensor_batch[{key!r}] has {len(values)} entries, the batch has {len(self)}")
 
     def get_data_info(self) -> str:
-        """A line for each tensor, column of objects and fact, with what it is."""
+        """A line for each tensor, column of objects and fact, with its type and shape."""
         kinds = {"batch": self._tensors(), "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         return "\n".join(
             f"{kind}[{key!r}]: {described(value)}" for kind, values in kinds.items() for key, value in values.items()
@@ -106,7 +106,7 @@ class DataProto:
     ) -> DataProto:
         """Tensors of shape [N, ...] and sequences of N objects. Raises ValueError naming keys and sizes that differ.
 
-        With `auto_padding` the batch is padded where it does not divide over the ranks that it is sent to.
+        With `auto_padding` the batch is padded if it does not divide over the ranks of a call.
         """
         if num_batch_dims != 1:
             raise ValueError(f"num_batch_dims={num_batch_dims}: a batch has one dimension of samples here")
@@ -122,7 +122,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """As `from_dict`: what is a tensor goes to `batch`, everything else to `non_tensor_batch`."""
+        """As `from_dict`: tensors go to `batch`, everything else to `non_tensor_batch`."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         others = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
@@ -145,9 +145,9 @@ class DataProto:
         return cls.from_dict(found["tensors"], found["objects"], meta, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """Tensors, objects (one `NonTensorStack` per key) and `meta_info` (`NonTensorData`) under one roof.
+        """One TensorDict of tensors, objects (one `NonTensorStack` per key) and `meta_info` (`NonTensorData`).
 
-        Raises ValueError for a key that two of them have.
+        Raises ValueError for a key that occurs in two of them.
         """
         objects = {key: NonTensorStack(*map(NonTensorData, values)) for key, values in self.non_tensor_batch.items()}
         meta = {key: NonTensorData(value) for key, value in self.meta_info.items()}
@@ -163,7 +163,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
-        """What `save_to_disk` has written. It is unpickled: only for files that one has written oneself."""
+        """Read a file of `save_to_disk`. It is unpickled, so use only your own files."""
         data = pickle.loads(Path(filepath).read_bytes())  # noqa: S301 - the docstring says so
         if not isinstance(data, DataProto):
             raise TypeError(f"{filepath} holds {type(data).__name__}, not a DataProto")
@@ -213,7 +213,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Only the named parts; None keeps all of a kind. Raises KeyError naming every key that is not there.
+        """A copy with the named parts only; None keeps all of a kind. Raises KeyError naming every missing key.
 
         With `deepcopy` they share no memory with this object.
         """
@@ -235,9 +235,9 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Take the named parts out of this object. Raises KeyError as `select` does, and then takes nothing.
+        """Remove the named parts from this object and return them. Raises KeyError as `select` does, without a change.
 
-        Without `batch_keys` what is returned has no `batch`, and without objects no samples.
+        Without `batch_keys` the result has no `batch`, and without objects no samples.
         """
         batch_keys, non_tensor_batch_keys = batch_keys or (), non_tensor_batch_keys or ()
         meta_info_keys = meta_info_keys or ()
@@ -276,7 +276,7 @@ class DataProto:
         return self
 
     def rename(self, old_keys: str | Sequence[str] = (), new_keys: str | Sequence[str] = ()) -> DataProto:
-        """Give tensors other names, in this object, and return it. What it raises, it changes nothing before."""
+        """Rename tensors in this object, and return it. Errors leave it unchanged."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         self._require(old, (), ())
@@ -323,7 +323,7 @@ class DataProto:
     def chunk(self, chunks: int) -> list[DataProto]:
         """Consecutive parts of equal length. Raises ValueError when the length does not divide.
 
-        With auto padding the parts are of the next larger length, and the last ones have what is left.
+        With auto padding the parts have the next larger length, and the last ones the rest.
         """
         if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
             raise ValueError(f"{len(self)} samples cannot be split into {chunks} equal chunks")
@@ -351,7 +351,7 @@ class DataProto:
         return (self.select_idxs(chosen) for _ in range(epochs) for chosen in loader)
 
     def is_padding_enabled(self) -> bool:
-        """Whether the batch may be padded to fit the ranks that it is sent to."""
+        """Whether the batch may be padded to divide over the ranks of a call."""
         return bool(self.meta_info.get(AUTO_PADDING, False))
 
     def padding(self, padding_size: int, padding_candidate: str = "first") -> DataProto:
@@ -445,14 +445,14 @@ class DataProto:
 
 
 def tensors_of(data: DataProto) -> TensorDict:
-    """`data.batch`, where there has to be one. Raises ValueError if there is none."""
+    """`data.batch`. Raises ValueError if it is None."""
     if data.batch is None:
         raise ValueError("the batch holds no tensors")
     return data.batch
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Repeat samples from the start until the length is a multiple of `size_divisor`; and how many were added."""
+    """Repeat samples from the start until the length is a multiple of `size_divisor`; also returns the number added."""
     if not len(data):
         raise ValueError(f"an empty batch cannot be padded to a multiple of {size_divisor}")
     pad_size = -len(data) % size_divisor

@@ -1,6 +1,6 @@
-"""Private names of other packages, in one file for each library. An upgrade begins here.
+"""Private names of other packages, in one file per library. Check them first at an upgrade.
 
-Those of torch and vLLM are in `verl/checkpoint_engine/compat/`, which has to stand alone. Each function says what it
-stands for, why no public name does it, and, where there is one, the change upstream after which it goes.
+Those of torch and vLLM are in `verl/checkpoint_engine/compat/`, which has to stand alone. Each function states its
+purpose, why no public name serves it, and the upstream change, if any, that makes it unnecessary.
 `tests/test_private_names.py` finds such names anywhere else.
 """

@@ -1,4 +1,4 @@
-"""megatron-core 0.16.1: private functions of it that know CUDA only. For `verl/workers/engine/megatron/cpu.py`."""
+"""megatron-core 0.16.1: replaces private functions for CUDA only. For `verl/workers/engine/megatron/cpu.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def leave_tied_embeddings_alone(language_model: Any) -> None:
 
 
 def count_tokens_by(dispatcher: Any, counts_to_host: CountsToHost) -> None:
-    """Bring the counts of experts' tokens to the host in that way, not by a stream of CUDA's.
+    """Copy the counts of experts' tokens to the host with this function, and not on a CUDA stream.
 
     transformer/moe/token_dispatcher.py:444-445, 862-905.
     """

@@ -1,4 +1,4 @@
-"""Ray 2.60: how it starts, and what `ray.remote` has made of a class."""
+"""Ray 2.60: its start, and the class behind `ray.remote`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from ray.actor import ActorClass
 
 
 def show_token() -> None:
-    """Show the cluster the token of this machine, if there is one.
+    """Send this machine's token to the cluster, if there is one.
 
-    Ray makes one with the first Ray of its own that it starts here, and `ray start --head` asks for it from then on;
-    `ray.init` does not show it unless it is told to, and is refused for 20 s. A cluster that asks for none does not
-    mind.
+    Ray makes a token when it first starts a cluster here, and `ray start --head` requires it from then on. By default
+    `ray.init` does not send it, and is refused for 20 s. Clusters without tokens ignore it.
     """
     setup: Any = authentication_token_setup
     setup.logger.setLevel(logging.ERROR)  # it tells what it does on standard error
@@ -27,7 +26,7 @@ def show_token() -> None:
 
 
 def never_start_by_itself() -> None:
-    """From now on, a call without a Ray raises.
+    """Make calls without a running Ray raise from now on.
 
     Ray would start another one, with a dashboard, for a call that comes after the end of one: a thread that still waits
     for samples makes such calls. Ray's variable against that is read when it is imported.
@@ -57,12 +56,12 @@ def sigterm_left_alone() -> Iterator[None]:
 
 @contextmanager
 def without_idle_processes(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a Ray of this machine alone starts without three processes that nobody uses.
+    """In this block, a new Ray on this machine starts without three unused processes.
 
-    `arguments` are those of `ray.init`. The processes are the autoscaler's monitor, the one that brings logs to a
-    driver that does not want them, and what is left of a dashboard that is not shown. Each imports Ray for a second of
-    processor time and then looks for work for ever: a Ray that has logged much cost 4 % of a core. `ray.init` has no
-    arguments for that; `ray start` has one for the second, https://github.com/ray-project/ray/pull/48891.
+    `arguments` are those of `ray.init`. The processes are the autoscaler's monitor, the one that sends logs to the
+    driver, and the rest of a disabled dashboard. Each imports Ray for a second of processor time and then polls for
+    ever: with many logs this cost 4 % of a core. `ray.init` has no arguments for that; `ray start` has one for the
+    second, https://github.com/ray-project/ray/pull/48891.
     """
     starter: Any = node.Node
     unused: dict[str, Any] = {}
@@ -83,7 +82,7 @@ def without_idle_processes(arguments: Mapping[str, Any]) -> Iterator[None]:
 
 
 def class_behind(remote: ActorClass[Any]) -> tuple[Any, dict[str, Any]]:
-    """What `ray.remote` was given: the class, and the options that are set. It hands out neither again."""
+    """The arguments of `ray.remote`: the class and the options, which Ray does not return publicly."""
     given: Any = remote
     options = {key: value for key, value in given._default_options.items() if value is not None}
     return given.__ray_metadata__.modified_class.__ray_actor_class__, options

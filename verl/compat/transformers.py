@@ -1,4 +1,4 @@
-"""transformers 5.19: what a model class says about itself to transformers' own loader and trainer."""
+"""transformers 5.19: attributes of model classes for transformers' own loader and trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ignored_patterns(model: Any) -> list[str]:
 
 
 def names_kept_in_float32(model: PreTrainedModel) -> set[str]:
-    """Parts of names of the tensors that are float32 in a model of any dtype. Only `from_pretrained` reads it."""
+    """Parts of the names of tensors that stay float32 in a model of any dtype. Only `from_pretrained` reads it."""
     return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
@@ -33,7 +33,7 @@ def remembers_tokens(model: Any) -> bool:
 
 
 def attention(model: Any) -> str:
-    """Name of the attention function in use. `set_attn_implementation` is public, and nothing reads it back."""
+    """The name of the attention function in use. Only the setter, `set_attn_implementation`, is public."""
     name: str = model.config._attn_implementation
     return name
 
@@ -44,9 +44,9 @@ def takes_other_attention(model: PreTrainedModel) -> bool:
 
 
 def sort_out(model: nn.Module, *, missing: Collection[str] = (), unexpected: Collection[str] = ()) -> SimpleNamespace:
-    """`missing_keys` and `unexpected_keys` without what the model does not need or does not mind.
+    """`missing_keys` and `unexpected_keys` without those that the model does not need or ignores.
 
-    The rules of a model class are applied inside of `from_pretrained` only, which reads files.
+    Only `from_pretrained`, which reads files, applies the rules of a model class.
     """
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     rules: Any = model

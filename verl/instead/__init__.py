@@ -1,4 +1,4 @@
-"""Imports of verl's modules and names that are not here: they end in one line that says what to write instead.
+"""Makes imports of verl's missing modules and names fail with one line that says what to write instead.
 
 `verl/__init__.py` installs the two finders below. The tables are `modules.py` and `names.py`: data, read on first need.
 """
@@ -24,7 +24,7 @@ PAGE = "docs/coming-from-verl.md"
 
 
 def install() -> None:
-    """Once per process."""
+    """Install both finders. Call it once per process."""
     if not any(isinstance(finder, OfNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, OfNames())
         sys.meta_path.append(OfModules())

@@ -1,6 +1,6 @@
 """Modules of verl's, of 0.9 and of releases since 0.4, that are not here: what to write instead.
 
-A module that is not named itself is told what the next one above it is told.
+A module that is not listed gets the text of its nearest listed parent.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ MODULES: dict[str, str] = {
 
 
 def instead_of(module: str) -> str | None:
-    """None for a module that is none of verl's."""
+    """The text for a module of verl; None for any other module."""
     while module:
         if module in MODULES:
             return MODULES[module]

@@ -1,4 +1,4 @@
-"""Whoever answers the policy between its messages: a user who corrects it, an environment, a judge."""
+"""Interactions answer the policy between its messages: a correcting user, an environment, a judge."""
 
 from verl.interactions.base import BaseInteraction
 

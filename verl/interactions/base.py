@@ -7,11 +7,11 @@ from uuid import uuid4
 
 
 class BaseInteraction:
-    """One object per process, shared by all samples; what belongs to one conversation is kept by its `instance_id`.
+    """One object per process, shared by all samples; it keeps a conversation's state by `instance_id`.
 
-    For every sample: `start_interaction`, `generate_response` after each message of the policy that calls no tool, and
-    `finalize_interaction`, whatever happened in between. They run on an event loop that only tools and interactions
-    share, within `multi_turn.tool_timeout_s` each; what they raise ends the run, by the interaction's name.
+    A loop calls for every sample `start_interaction`, `generate_response` after each message of the policy without a
+    tool call, and always `finalize_interaction`. They run on an event loop that only tools and interactions share,
+    within `multi_turn.tool_timeout_s` each. Their errors end the run, naming the interaction.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -26,15 +26,15 @@ class BaseInteraction:
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Whether the conversation is over, what the policy is told, a score of its last message, and anything else.
+        """Returns (whether the conversation is over, reply to the policy, score of its last message, anything else).
 
-        `messages` are the prompt's and all that was said since, the policy's last one at the end. What is said to a
-        conversation that is over is not shown.
+        `messages` are the prompt's and all later ones, up to the policy's last. The reply that ends a conversation is
+        not shown.
         """
         return False, "Your current result seems acceptable.", await self.calculate_score(instance_id), {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """A score of what the policy has said last."""
+        """A score of the policy's last message."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:

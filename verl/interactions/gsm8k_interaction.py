@@ -1,4 +1,4 @@
-"""A user who knows the number and says whether the answer is right."""
+"""A user who knows the number and tells the policy whether its answer is right."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""verl's place for the registry of interactions."""
+"""verl's import path of the registry of interactions."""

@@ -33,8 +33,8 @@ def remembers_tokens(model: Any) -> bool:
 
 
 def attention(model: Any) -> str:
-    """The name of the attention function in use. Only the setter, `set_attn_implementation`, is public."""
-    name: str = model.config._attn_implementation
+    """The name of the language model's attention function. Only the setter, `set_attn_implementation`, is public."""
+    name: str = model.config.get_text_config()._attn_implementation
     return name
 
 

@@ -33,11 +33,10 @@ from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
-from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader, RLHFDataset
 from verl.utils.pictures import MULTI_MODAL_DATA, load_processor
 from verl.workers.config import DataConfig, HFModelConfig
-from verl.workers.engine.micro_batches import MicroBatchLimits
+from verl.workers.engine.micro_batches import MicroBatchLimits, partition, sequence_widths
 from verl.workers.losses import LossTotals
 from verl.workers.rollout.engine import EngineSpec
 from verl.workers.rollout.hf.engine import HFEngine
@@ -46,6 +45,7 @@ from verl.workers.rollout.records import SamplingOptions
 NUM_PROMPT, NUM_RESPONSE = 80, 6
 TEMPERATURE = 0.7
 FROZEN, RECOMPUTED = {"freeze_vision_tower": True}, {"enable_gradient_checkpointing": True}
+PACKED = {"use_remove_padding": True, "require_remove_padding": True}
 SINGLE = MicroBatchLimits(max_sequences=1)
 SMALL = MicroBatchLimits(max_tokens=150)
 WHOLE = MicroBatchLimits(max_sequences=100)
@@ -124,8 +124,8 @@ def alone(model: Any, directory: Path, data: DataProto) -> tuple[torch.Tensor, t
     return log_probs, entropies
 
 
-def log_probs(path: Path, data: DataProto, limits: MicroBatchLimits, strategy: str) -> Any:
-    engine = make_engine(path, strategy=strategy)
+def log_probs(path: Path, data: DataProto, limits: MicroBatchLimits, options: dict[str, Any]) -> Any:
+    engine = make_engine(path, **options)
     return engine.compute_log_prob(own_rows(data), temperature=TEMPERATURE, limits=limits, calculate_entropy=True)
 
 
@@ -159,22 +159,24 @@ def one_step_alone(
 
 @pytest.mark.cells(3)
 @pytest.mark.parametrize(
-    ("world_size", "limits", "strategy"),
+    ("world_size", "limits", "options"),
     [
-        pytest.param(1, WHOLE, "fsdp2", id="one rank, all together"),
-        pytest.param(2, SMALL, "fsdp2", id="two ranks, dynamic micro-batches"),
-        pytest.param(4, SINGLE, "fsdp2", id="four ranks, of which one sees nothing"),
-        pytest.param(4, SMALL, "fsdp", id="fsdp1: four ranks"),
+        pytest.param(1, WHOLE, {}, id="one rank, all together"),
+        pytest.param(2, SMALL, {}, id="two ranks, dynamic micro-batches"),
+        pytest.param(4, SINGLE, {}, id="four ranks, of which one sees nothing"),
+        pytest.param(4, SMALL, {"strategy": "fsdp"}, id="fsdp1: four ranks"),
+        pytest.param(1, WHOLE, {"model": PACKED}, id="packed, in one row"),
+        pytest.param(4, SMALL, {"model": PACKED}, id="packed: four ranks, of which one sees nothing"),
     ],
 )
 def test_log_probs_equal_those_of_transformers_alone(
-    ranks: Any, model: Path, tmp_path: Path, world_size: int, limits: MicroBatchLimits, strategy: str
+    ranks: Any, model: Path, tmp_path: Path, world_size: int, limits: MicroBatchLimits, options: dict[str, Any]
 ) -> None:
     data = batch_of(model, tmp_path)
     with torch.no_grad():
         whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
         expected = alone(whole, model, data)
-    results = ranks.run(log_probs, world_size, model, data, limits, strategy)
+    results = ranks.run(log_probs, world_size, model, data, limits, options)
     for place in (0, 1):
         found = torch.cat([result[place] for result in results])
         torch.testing.assert_close(found, expected[place], atol=1e-4, rtol=0.0)
@@ -188,6 +190,9 @@ def test_log_probs_equal_those_of_transformers_alone(
         pytest.param(4, SINGLE, {}, id="four ranks, of which one sees nothing"),
         pytest.param(2, SMALL, {"model": RECOMPUTED}, id="recomputed"),
         pytest.param(4, SMALL, {"strategy": "fsdp"}, id="fsdp1: four ranks"),
+        pytest.param(1, WHOLE, {"model": PACKED}, id="packed, in one row"),
+        pytest.param(4, SMALL, {"model": PACKED | RECOMPUTED}, id="packed: four ranks, recomputed"),
+        pytest.param(2, SMALL, {"model": PACKED, "strategy": "fsdp"}, id="fsdp1: packed"),
         pytest.param(4, SINGLE, {"model": FROZEN}, id="a frozen tower"),
         pytest.param(2, SMALL, {"model": FROZEN | RECOMPUTED}, id="a frozen tower, recomputed"),
         pytest.param(2, SMALL, {"model": FROZEN, "strategy": "fsdp"}, id="fsdp1: a frozen tower"),
@@ -265,21 +270,19 @@ def test_a_generated_token_for_pictures_is_text(ranks: Any, one_model: Path, tmp
     plain = batch_of(twin, tmp_path, [[7, other, 9, 11]] * len(PICTURES))
     with torch.no_grad():
         expected, _ = alone(whole, twin, plain)
-    (found, _) = ranks.run(log_probs, 1, twin, data, WHOLE, "fsdp2")[0]
+    (found, _) = ranks.run(log_probs, 1, twin, data, WHOLE, {})[0]
     compared = [0, 2, 3]  # the token itself has another probability than its twin
     torch.testing.assert_close(found[:, compared], expected[:, compared], atol=1e-4, rtol=0.0)
 
 
-def packed(path: Path) -> str:
-    try:
-        make_engine(path, model={"use_remove_padding": True, "require_remove_padding": True})
-    except ConfigError as exc:
-        return str(exc)
-    return "it was built"
-
-
-def test_a_packed_row_is_refused_where_it_must_be_one(ranks: Any, one_model: Path) -> None:
-    assert "what pictures become is placed by rows" in ranks.run(packed, 1, one_model)[0]
+def test_dynamic_micro_batches_count_the_tokens_of_pictures(one_model: Path, tmp_path: Path) -> None:
+    data = batch_of(one_model, tmp_path)
+    token = AutoConfig.from_pretrained(one_model).image_token_id
+    tokens = data.batch["attention_mask"].sum(1)
+    assert (data.batch["input_ids"] == token).sum(1).tolist() == [0, 6, 23, 0, 22, 6, 0, 0]
+    widths = sequence_widths(data)
+    assert [sum(width) for width in widths] == tokens.tolist()
+    assert all(int(tokens[group].sum()) <= 150 for group in partition(widths, SMALL, packed=True))
 
 
 class Handle:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl.compat.transformers import attention, remembers_tokens, takes_other_attention
+from verl.utils.language_model import sees
 from verl.utils.model import EXACT
 from verl.workers.hf import exact
 from verl.workers.hf.sharers import Sharers
@@ -124,9 +125,12 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(BY_SEQUENCE, ALL_MASK_ATTENTION_FUNCTIONS[
 
 
 def attend_sequences_apart(model: PreTrainedModel) -> None:
-    """Replace torch's fused attention, where `model` uses that, by the same for each sequence."""
+    """Replace torch's fused attention, where `model` uses that, by the same for each sequence. A vision tower, which
+    keeps pictures apart by itself, has its own."""
     if attention(model) == "sdpa" and takes_other_attention(model):
-        model.set_attn_implementation(BY_SEQUENCE)
+        text = model.config.get_text_config()
+        of_text = [name for name in model.config.sub_configs if getattr(model.config, name, None) is text]
+        model.set_attn_implementation(dict.fromkeys(of_text, BY_SEQUENCE) or BY_SEQUENCE)
 
 
 @torch.no_grad()
@@ -158,6 +162,12 @@ def keeps_sequences_apart(model: nn.Module, device: torch.device) -> bool:
     return bool(leak < LEAK)
 
 
+def places_pictures(config: PretrainedConfig) -> bool:
+    """Whether it is of a model that sees whose tokens have positions in three directions, by its `get_rope_index`.
+    Where they are in a row then matters to nothing else."""
+    return sees(config) and "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
+
+
 def scales_by_column(model: nn.Module) -> bool:
     """Whether attention counts columns of a row (Llama 4, and beyond 8,192 of them): a probe is too short to tell."""
     transformer: Any = model
@@ -173,8 +183,14 @@ def row_inputs(
 ) -> dict[str, Any]:
     """What `model` is called with for a row of sequences of `lengths`, or for the part of it that this rank has.
 
+    `position_ids` [1, n], or [4, 1, n] of a model whose tokens have a place in a picture, too: transformers then finds
+    the ends of sequences in the first ones, and turns by the other three.
+
     With a mask of ones it does not look for the ends of sequences in positions, which on a part may be elsewhere.
     """
+    transformer: Any = model
+    if position_ids.ndim == 2 and places_pictures(transformer.config):
+        position_ids = position_ids.expand(4, -1, -1)
     given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
     if attention(model) in (BY_SEQUENCE, EXACT):
         given[LENGTHS] = list(lengths)

@@ -1,4 +1,4 @@
-"""The inputs of a vision model for rows of sequences with pictures.
+"""The inputs of a vision model for sequences with pictures, in rows or in one row.
 
 Positions are those of the model's own `get_rope_index`. The vision tower's states replace the picture tokens of a
 prompt; a generated picture token is embedded like any other.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.utils.pictures import Picture, PictureProcessor
+from verl.workers.hf.packing import row_inputs
 
 
 def vision_tower(model: PreTrainedModel) -> nn.Module:
@@ -88,7 +89,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Rows with their pictures."""
+    """Sequences with their pictures."""
 
     inputs: dict[str, Any]
     """The inputs of the model, without options."""
@@ -96,6 +97,15 @@ class Seen:
     """[sequences, 1]: how much the position of a next token differs from the number of tokens before it."""
     token_ids: torch.Tensor
     """[sequences, columns], of which `inputs` have another token in the place of generated ones for pictures."""
+
+    def packed(self, model: nn.Module) -> Seen:
+        """The sequences one after the other in one row, without padding."""
+        inside = self.inputs["attention_mask"].bool()
+        in_text = (inside.cumsum(1) - 1)[None]
+        positions = torch.cat([in_text, self.inputs["position_ids"]])[:, inside][:, None]
+        row = row_inputs(model, self.inputs["input_ids"][inside][None], positions, inside.sum(1).tolist())
+        pictures = {name: self.inputs[name] for name in self.inputs.keys() - row.keys() - {"attention_mask"}}
+        return replace(self, inputs=row | pictures, token_ids=self.token_ids[inside][None])
 
     @contextmanager
     def embedded(self, model: nn.Module) -> Iterator[None]:

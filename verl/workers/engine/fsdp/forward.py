@@ -45,8 +45,7 @@ def response_log_probs(
 
     On the model's device: `input_ids`, `attention_mask`, `position_ids` [b, P+R], `responses` [b, R].
     Logits exist only for the tokens of responses. `sharers` all have the same micro-batch, and share its packed row.
-    With `CANDIDATES` in `micro_batch` their log-probs are in it afterwards, too. `sight`: pictures of the sequences,
-    which have rows of their own.
+    With `CANDIDATES` in `micro_batch` their log-probs are in it afterwards, too. `sight`: pictures of the sequences.
     """
     tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
     with _only_at(tokens, model) as applied, tokens.seen(model, sight) as inputs:
@@ -173,11 +172,20 @@ class _Tokens:
         if sight is None:
             yield self.inputs(model)
             return
-        assert self.attention_mask is not None  # what is packed has no pictures
-        with_blank, input_ids, mask = sight.with_blank(self.input_ids, self.attention_mask)
-        seen = with_blank.of(model, input_ids, mask)
+        with_blank, rows, mask = sight.with_blank(*self._in_rows())
+        seen = with_blank.of(model, rows, mask)
+        if self.attention_mask is None:
+            seen = seen.packed(model)
         with seen.embedded(model):
             yield seen.inputs
+
+    def _in_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids with a row for each sequence, and which of them are there: [b, longest sequence]."""
+        if self.attention_mask is not None:
+            return self.input_ids, self.attention_mask
+        rows = nn.utils.rnn.pad_sequence(list(torch.split(self.input_ids[0], self.lengths)), batch_first=True)
+        lengths = torch.tensor(self.lengths, device=rows.device)
+        return rows, (torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]).long()
 
     def predicting(self, values: torch.Tensor) -> torch.Tensor:
         """[1, n, ...] from [rows, columns, ...]: what is in front of each token of a response."""

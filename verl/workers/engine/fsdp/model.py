@@ -38,7 +38,7 @@ from verl.workers.hf.building import parameters_on_meta, require_buffers
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import Conversion
 from verl.workers.hf.dropout import drop_nothing, random_fields_of, set_fields, silence
-from verl.workers.hf.packing import attend_sequences_apart
+from verl.workers.hf.packing import attend_sequences_apart, places_pictures
 from verl.workers.hf.precision import (
     names_kept_by_transformers,
     names_kept_wide,
@@ -196,15 +196,16 @@ def way_through(model_config: HFModelConfig, fsdp_config: FSDPConfig, head: Head
     shared = fsdp_config.ulysses_sequence_parallel_size > 1
     if shared and sees(hf_config):
         raise ConfigError(f"model.path={model_config.path}: ranks do not share rows of {hf_config.model_type}")
+    by_rows = sees(hf_config) and not places_pictures(hf_config)
     found = find_way(
         hf_config,
         build,
         attention_implementation(hf_config, model_config.override_config.get(ATTENTION)),
-        furthest=Way.PACKED if (shared or model_config.use_remove_padding) and not sees(hf_config) else Way.ROWS,
+        furthest=Way.PACKED if (shared or model_config.use_remove_padding) and not by_rows else Way.ROWS,
         shared=shared,
         lasts=model_config.is_of_transformers,
     )
-    if found.way is Way.ROWS and sees(hf_config) and model_config.use_remove_padding:
+    if found.way is Way.ROWS and by_rows and model_config.use_remove_padding:
         return replace(found, why="what pictures become is placed by rows")
     return found
 

@@ -23,6 +23,7 @@ from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config, load_tokenizer
 from verl.utils.pictures import load_processor
 
+LORA = "actor_rollout_ref.model.lora_rank=4"
 HF, GRPO = "actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo"
 
 
@@ -38,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([GRPO, "actor_rollout_ref.rollout.name=sglang"], "with rollout.name=sglang: set actor_rollout_ref.rollout"),
         ([GRPO, "actor_rollout_ref.rollout.quantization=fp8"], "with rollout.quantization=fp8: set"),
         ([HF, GRPO, "actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron"),
-        ([HF, GRPO, "actor_rollout_ref.model.lora_rank=4"], "lora_rank=4: set actor_rollout_ref.model.lora_rank=0"),
+        ([GRPO, LORA, "actor_rollout_ref.model.lora.merge=false"], "lora.merge=false: set actor"),
         ([HF, GRPO, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "ulysses"),
         ([HF, "algorithm.adv_estimator=gae"], "is no model for a critic"),
         ([HF, "algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen2"], "with a critic, which would not"),
@@ -52,6 +53,10 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
     with pytest.raises(ConfigError, match="qwen2_5_vl, which sees,") as refusal:
         require_sight(config, RayPPOTrainer)
     assert said in str(refusal.value)
+
+
+def test_adapters_are_taken(model: Path) -> None:
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO, LORA]), RayPPOTrainer)
 
 
 def test_vllm_is_taken_where_torchvision_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

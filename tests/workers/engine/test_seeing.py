@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
@@ -46,6 +47,9 @@ NUM_PROMPT, NUM_RESPONSE = 80, 6
 TEMPERATURE = 0.7
 FROZEN, RECOMPUTED = {"freeze_vision_tower": True}, {"enable_gradient_checkpointing": True}
 PACKED = {"use_remove_padding": True, "require_remove_padding": True}
+LORA = {"lora_rank": 3, "lora_alpha": 12}
+NAMED = ["q_proj", "down_proj", "qkv"]
+"""Of language models and of towers."""
 SINGLE = MicroBatchLimits(max_sequences=1)
 SMALL = MicroBatchLimits(max_tokens=150)
 WHOLE = MicroBatchLimits(max_sequences=100)
@@ -238,6 +242,52 @@ async def test_a_frozen_tower_is_sent_with_the_first_version_alone(ranks: Any, o
     assert delta.tensors_unchanged == len(tower)
     of_text = sum(values.nbytes for name, values in second.items() if name not in tower)
     assert delta.nbytes_delta + delta.pieces_whole * 4096 < of_text * 1.1
+
+
+def train_adapters(path: Path, data: DataProto, directory: Path, options: dict[str, Any]) -> Any:
+    """Two steps, as the first one of new adapters moves half of each."""
+    engine = make_engine(path, grad_clip=0.5, model=LORA | options)
+    engine.save_checkpoint(directory, ("model",))
+    for _ in range(2):
+        metrics = engine.train_mini_batch(own_rows(data), weighted_loss, temperature=TEMPERATURE, limits=SMALL)
+    return metrics, held_parts(engine)
+
+
+@pytest.mark.cells(3)
+@pytest.mark.parametrize(
+    ("world_size", "targets", "same", "options"),
+    [
+        pytest.param(2, "all-linear", r".*language_model.*_proj", PACKED | RECOMPUTED, id="of the language model"),
+        pytest.param(1, "all-linear", r".*language_model.*_proj", FROZEN, id="beside a frozen tower"),
+        pytest.param(1, NAMED, NAMED, {}, id="of the tower, too"),
+    ],
+)
+def test_adapters_learn_what_those_of_peft_learn(
+    ranks: Any, model: Path, tmp_path: Path, world_size: int, targets: Any, same: Any, options: dict[str, Any]
+) -> None:
+    data, directory = batch_of(model, tmp_path), tmp_path / "new"
+    results = ranks.run(train_adapters, world_size, model, data, directory, {"target_modules": targets} | options)
+    saved = load_file(directory / "lora_adapter/adapter_model.safetensors")
+    whole: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    peft = get_peft_model(whole, LoraConfig(r=LORA["lora_rank"], lora_alpha=LORA["lora_alpha"], target_modules=same))
+    assert get_peft_model_state_dict(peft).keys() == saved.keys()
+    set_peft_model_state_dict(peft, saved)
+    trained = [each for each in peft.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.01)
+    for _ in range(2):
+        log_prob, _ = alone(peft, model, data)
+        loss, _ = weighted_loss(log_prob, None, data, LossTotals.of(data.batch["response_mask"]))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for metrics, _ in results:
+        assert abs(metrics["loss"] - loss.item()) < 1e-4
+        assert abs(metrics["grad_norm"] - norm.item()) < 1e-4
+    merged = peft.merge_and_unload()
+    found = _in_model(merged, assemble([parts for _, parts in results]))
+    for name, values in merged.state_dict().items():
+        torch.testing.assert_close(found[name], values, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def _in_model(whole: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

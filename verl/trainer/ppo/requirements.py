@@ -157,7 +157,7 @@ def require_sight(config: PPOConfig, trainer_class: type) -> None:
             "actor_rollout_ref.rollout.name=vllm, or hf",
         ),
         (policy.actor.strategy == "megatron", f"{actor}.strategy=megatron", f"{actor}.strategy=fsdp2"),
-        (policy.model.lora_rank > 0, f"{MODEL_KEY}.lora_rank={policy.model.lora_rank}", f"{MODEL_KEY}.lora_rank=0"),
+        (policy.model.sends_adapters, f"{MODEL_KEY}.lora.merge=false", f"{MODEL_KEY}.lora.merge=true"),
         (
             policy.rollout.quantization is not None,
             f"rollout.quantization={policy.rollout.quantization}",

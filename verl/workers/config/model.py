@@ -52,7 +52,8 @@ class HFModelConfig:
     )
     lora_alpha: int = option(16, "adapters count lora_alpha / lora_rank times", least=1)
     target_modules: str | list[str] = option(
-        "all-linear", "layers that get adapters: all-linear (all but the output), last parts of names, or a regex"
+        "all-linear",
+        "layers that get adapters: all-linear (all but the output and a vision tower), last parts of names, or a regex",
     )
     lora: LoRAConfig = section(LoRAConfig)
     check_load: bool = option(

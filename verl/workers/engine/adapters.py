@@ -23,9 +23,11 @@ from torch import nn
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.config import ConfigError
+from verl.utils.language_model import sees
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.tensors import HeldTensor, tied_aliases
 from verl.workers.hf.conversion import listed_names
+from verl.workers.hf.seeing import vision_tower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,6 +81,8 @@ def add_adapters(model: PreTrainedModel, config: HFModelConfig) -> list[str]:
         raise ConfigError(f"{key}: {type(model).__name__} has no linear layer {', '.join(absent)}")
     if config.target_modules == "all-linear":
         _tell_without(model)
+    if config.freeze_vision_tower and (seeing := sorted(adapted.keys() & _in_tower(model).keys())):
+        raise ConfigError(f"{key}: freeze_vision_tower=true, and these are of the tower: {listed_names(seeing)}")
     largest = max(min(layer.weight.shape) for layer in adapted.values())
     if config.lora_rank > largest:
         raise ConfigError(f"{KEY}.lora_rank={config.lora_rank} is more than {largest}, the highest rank of its layers")
@@ -151,9 +155,10 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> list[st
 
 
 def _all_linear(model: PreTrainedModel) -> list[str]:
-    """Every linear layer but the output, and but those that a model does not call or whose weight others have, too."""
+    """Every linear layer but the output, those of a vision tower, and those that a model does not call or whose weight
+    others have, too."""
     architecture: Any = model
-    output, left_out = architecture.get_output_embeddings(), _left_out(model)
+    output, left_out = architecture.get_output_embeddings(), _left_out(model) | _in_tower(model)
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     return [
         name
@@ -173,6 +178,14 @@ def _is_linear(module: nn.Module) -> bool:
     except (RuntimeError, TypeError, ValueError):
         return False
     return isinstance(values, torch.Tensor) and values.shape == (1, module.out_features)
+
+
+def _in_tower(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules of the vision tower of a model that sees; of others, none."""
+    if not sees(model.config):
+        return {}
+    tower = set(vision_tower(model).modules())
+    return {name: module for name, module in model.named_modules() if module in tower}
 
 
 _READS = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|data))")
@@ -213,8 +226,9 @@ def _transposed(model: nn.Module) -> str:
     return ": its layers are transposed ones (Conv1D), which have no adapters here" if kinds else ""
 
 
-def _tell_without(model: nn.Module) -> None:
+def _tell_without(model: PreTrainedModel) -> None:
     """Name the matrices that are neither adapted nor embeddings: stacked experts, routers, convolutions."""
+    seen_by = _in_tower(model)
     known = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)} | {
         f"{name}.weight" for name in _output_names(model)
     }
@@ -225,6 +239,7 @@ def _tell_without(model: nn.Module) -> None:
         and name not in known
         and not is_adapter(name)
         and BASE not in name
+        and name.rpartition(".")[0] not in seen_by
     ]
     families = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in without))
     if families and not (dist.is_initialized() and dist.get_rank()):

@@ -88,8 +88,11 @@ def below_lora(value: Any, at: Values) -> Any:
 
 
 def adapters_alike(value: Any, at: Values) -> bool:
-    """Whether no layer is excluded by name, or there are no adapters."""
-    return value in (None, "", [], "DONT_EXCLUDE") or not (at(f"{_MODEL}.lora.rank") or at(f"{_MODEL}.lora_rank"))
+    """Whether no layer with adapters is excluded by name, or there are no adapters."""
+    if not (at(f"{_MODEL}.lora.rank") or at(f"{_MODEL}.lora_rank")):
+        return True
+    targets = at(f"{_MODEL}.lora.target_modules") or at(f"{_MODEL}.target_modules") or "all-linear"
+    return value in (None, "", [], "DONT_EXCLUDE") or (value == ".*visual.*" and targets == "all-linear")
 
 
 def computed_in(value: Any, at: Values) -> bool:

@@ -264,10 +264,14 @@ def of_lora(model: str, reads: bool) -> dict[str, Rule]:
         f"{model}.lora.alpha": Moved(to=(f"{model}.lora_alpha",), convert=below_lora),
         f"{model}.lora.target_modules": Moved(to=(f"{model}.target_modules",), convert=below_lora),
         f"{model}.lora.exclude_modules": NoEffect(
-            why="it names none", only=adapters_alike, otherwise=f"set {model}.target_modules to what gets adapters"
+            why="it names none that has adapters",
+            only=adapters_alike,
+            otherwise=f"set {model}.target_modules to what gets adapters",
         ),
         f"{model}.exclude_modules": NoEffect(
-            why="it names none", only=adapters_alike, otherwise=f"set {model}.target_modules to what gets adapters"
+            why="it names none that has adapters",
+            only=adapters_alike,
+            otherwise=f"set {model}.target_modules to what gets adapters",
         ),
         f"{model}.lora.lora_A_init_method": NoEffect(
             why="it is how A is initialised", only=one_of("kaiming"), otherwise="A is initialised with kaiming"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -41,6 +42,12 @@ def attention(model: Any) -> str:
 def takes_other_attention(model: PreTrainedModel) -> bool:
     """Whether the layers look their attention function up, so that a registered one can take its place."""
     return bool(model._supports_attention_backend)
+
+
+def gated(experts: Any, states: torch.Tensor) -> torch.Tensor:
+    """[tokens, width] from both halves, [tokens, 2 * width], as the class of the experts joins them."""
+    joined: torch.Tensor = experts._apply_gate(states)
+    return joined
 
 
 def sort_out(model: nn.Module, *, missing: Collection[str] = (), unexpected: Collection[str] = ()) -> SimpleNamespace:

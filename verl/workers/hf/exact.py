@@ -17,6 +17,7 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from verl.compat.transformers import gated
 from verl.utils.model import EXACT, expert_count
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
@@ -113,7 +114,7 @@ def experts_in_order(
     for expert in sorted(set(top_k_index.flatten().tolist())):
         tokens, places = torch.where(top_k_index == expert)
         states = product(hidden_states[tokens], module.gate_up_proj[expert])
-        states = product(module._apply_gate(states), module.down_proj[expert])
+        states = product(gated(module, states), module.down_proj[expert])
         output = output.index_add(0, tokens, states * top_k_weights[tokens, places, None])
     return output
 

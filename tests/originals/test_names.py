@@ -59,7 +59,6 @@ OF_SEARCH = [f"searchR1_{name}" for name in ("nq", "triviaqa", "popqa", "hotpotq
 REFUSED = {
     **{("data sources", name): "custom_reward_function" for name in ("codecontests", "apps", "codeforces", "taco")},
     **{("data sources", name): "for search tools" for name in [*OF_SEARCH, "searchR1_2wikimultihopqa"]},
-    ("data sources", "hiyouga/geometry3k"): "whose rule is not here yet",
     ("losses", "bypass_mode"): "algorithm.rollout_correction.bypass_mode=true",
     ("reward managers", "batch"): "Let the function take one sample",
     ("reward managers", "rate_limited"): "let the function itself wait",

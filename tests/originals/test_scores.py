@@ -17,7 +17,7 @@ ALIASES = [
     *("DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
 ]
 EXACT = [source for source in EVERY if not source.startswith("numina")]
-OWN = {"builtin/arithmetic", "builtin/shapes"}
+OWN = {"builtin/arithmetic", "builtin/shapes", "hiyouga/geometry3k"}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,20 @@ def test_a_built_in_reward_gives_every_odd_answer_what_verl_gives_it(both: list[
 def test_a_reward_that_differs_on_purpose_is_listed_with_the_reason(both: list[Any], name: str, source: str) -> None:
     assert any(verls != ours for case, verls, ours in both if case[0] == source)
     assert differences()[f"reward of {name}"]["why"]
+
+
+def test_geometry_weighs_form_and_answer_as_verl_does() -> None:
+    ways = (
+        *("{}", "<think>a</think>{}", "<think>a\nb</think> so\n{} ", " <think>a</think>{}", "<THINK>a</THINK>{}"),
+        *("<think>{}</think>", "{}<think>a</think>", "<think></think>{}<think>", "<think>a</think>\\boxed{1}{}"),
+    )
+    answers = ("\\boxed{3}", "\\boxed{4}", "\\boxed{ 3 }", "\\boxed{3}\\boxed{4}", "\\boxed{}", "3", "\\fbox{3}", "")
+    given = [("hiyouga/geometry3k", way.replace("{}", answer, 1), "3") for way in ways for answer in answers]
+    given = [(source, text, truth) for source, text, truth in given if "\\boxed{1}" not in text or "\\boxed{3}" in text]
+    verls, ours = (computed("score_answers.py", given, folder) for folder in (VERL, OURS))
+    assert {round(one["score"], 6) for one in verls} == {0.0, 0.1, 0.9, 1.0}
+    assert [case for case in zip(given, verls, ours, strict=True) if case[1] != case[2]] == []
+    assert differences()["reward of hiyouga/geometry3k"]["why"]
 
 
 def test_every_built_in_reward_is_held_against_verl_or_listed() -> None:

@@ -121,7 +121,7 @@ MODULES: dict[str, str] = {
     "verl.utils.ray_utils": "asyncio and ray do it themselves",
     **dict.fromkeys(
         (
-            *("verl.utils.reward_score.geo3k", "verl.utils.reward_score.math", "verl.utils.reward_score.math_batch"),
+            *("verl.utils.reward_score.math", "verl.utils.reward_score.math_batch"),
             *("verl.utils.reward_score.prime_math", "verl.utils.reward_score.rlla"),
             *("verl.utils.reward_score.search_r1_like_qa_em",),
         ),

@@ -2,9 +2,10 @@
 
     python -m verl.utils.data prepare gsm8k --from train.parquet --to data/gsm8k/train.parquet
     python -m verl.utils.data prepare math --from test.jsonl --split test --to data/math/test.parquet
+    python -m verl.utils.data prepare geo3k --from train.parquet --to data/geo3k/train.parquet
 
 `gsm8k` reads the columns question and answer, of which the truth is the number after the last `####`; `math` reads
-problem and solution, of which it is what the last `\\boxed{...}` holds.
+problem and solution, of which it is what the last `\\boxed{...}` holds; `geo3k` reads problem, answer and images.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from verl.utils.config import ConfigError
 from verl.utils.dataset.files import Rows
+from verl.utils.dataset.seen import MARK
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.gsm8k import extract_solution
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
@@ -43,6 +45,10 @@ class Recipe:
     """Returns the answer in a solution, or None."""
     form: str
     """The form that a solution without an answer lacks, for the error."""
+    response: str = "{}"
+    """A right response, with the solution in the place of the braces."""
+    pictures: str | None = None
+    """The column of those that a question's `<image>` marks stand for, in their order."""
 
 
 def number_at_the_end(solution: str) -> str | None:
@@ -74,6 +80,16 @@ RECIPES = {
         truth=what_is_boxed,
         form="\\boxed{...}",
     ),
+    "geo3k": Recipe(
+        data_source="hiyouga/geometry3k",
+        question="problem",
+        solution="answer",
+        instruction="Reason step by step within <think> </think> tags, then give the final answer inside \\boxed{}.",
+        truth=str.strip,
+        form="text",
+        response="<think></think>\\boxed{{}}",
+        pictures="images",
+    ),
 }
 
 
@@ -84,13 +100,14 @@ def prepared(recipe: Recipe, rows: Rows, split: str, instruction: str | None = N
     wrong: list[str] = []
     for index, row in enumerate(rows.read(0, len(rows))):
         question, solution = row[recipe.question], row[recipe.solution]
-        if problem := _problem(recipe, question, solution):
+        if problem := _problem(recipe, question, solution) or _miscounted(recipe, row):
             wrong.append(f"{rows.place(index)}: {problem}")
             continue
         samples.append(
             {
                 "data_source": recipe.data_source,
                 "prompt": [{"role": "user", "content": f"{question} {asked}".strip()}],
+                **({"images": row[recipe.pictures]} if recipe.pictures else {}),
                 "ability": "math",
                 "reward_model": {"style": "rule", "ground_truth": recipe.truth(solution)},
                 "extra_info": {"split": split, "index": index, "question": question, "answer": solution},
@@ -109,13 +126,19 @@ def _problem(recipe: Recipe, question: Any, solution: Any) -> str:
     return "" if recipe.truth(solution) else f"column {recipe.solution!r} has no {recipe.form}: {solution[-80:]!r}"
 
 
-def unrewarded(samples: Sequence[dict[str, Any]]) -> int:
+def _miscounted(recipe: Recipe, row: dict[str, Any]) -> str:
+    if recipe.pictures is None:
+        return ""
+    marks, given = row[recipe.question].count(MARK), len(row[recipe.pictures] or ())
+    return "" if marks == given else f"column {recipe.question!r} has {marks} marks {MARK} for {given} pictures"
+
+
+def unrewarded(recipe: Recipe, samples: Sequence[dict[str, Any]]) -> int:
     """The number of the data set's own solutions that the rule does not score as right."""
     count = 0
     for sample in samples:
-        score = default_compute_score(
-            sample["data_source"], sample["extra_info"]["answer"], sample["reward_model"]["ground_truth"]
-        )
+        response = recipe.response.replace("{}", sample["extra_info"]["answer"])
+        score = default_compute_score(sample["data_source"], response, sample["reward_model"]["ground_truth"])
         count += (score["score"] if isinstance(score, dict) else score) < ENOUGH
     return count
 
@@ -174,14 +197,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target: Path = options.to or Path("data", options.name, f"{options.split}.parquet")
     try:
         _check(options.source, target, force=options.force)
-        rows = Rows([options.source], (recipe.question, recipe.solution))
+        columns = [recipe.question, recipe.solution, *([recipe.pictures] if recipe.pictures else [])]
+        rows = Rows([options.source], columns)
         samples = prepared(recipe, rows, options.split, options.instruction)
         write(samples, target)
     except (ConfigError, OSError) as exc:
         sys.stderr.write(f"error: {exc}\n")
         return 2
     sys.stdout.write(f"{target}: {len(samples)} samples of {recipe.data_source}\n")
-    if count := unrewarded(samples):
+    if count := unrewarded(recipe, samples):
         sys.stderr.write(f"warning: the rule gives no full reward to {count} of the data set's own solutions\n")
     return 0
 

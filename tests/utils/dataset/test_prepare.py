@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.pictures import in_bytes, noise
 from verl.utils.data import main, number_at_the_end, what_is_boxed
 from verl.utils.dataset.files import Rows
 from verl.utils.dataset.schema import sample
@@ -20,6 +21,10 @@ GSM8K = [
 MATH = [
     {"problem": "Half of one?", "level": "Level 1", "type": "Algebra", "solution": "So $\\boxed{\\frac{1}{2}}$."},
     {"problem": "Pair?", "level": "Level 2", "type": "Algebra", "solution": "$\\boxed{1}$, no: $\\boxed{(1, 2)}$"},
+]
+GEO3K = [
+    {"problem": "<image>Find x.", "answer": "3 \\sqrt{5}", "images": in_bytes(noise(1))},
+    {"problem": "<image> and <image>?", "answer": "58.4", "images": in_bytes(noise(2), noise(3))},
 ]
 TRUTHS = {"gsm8k": ["5", "1200", "-7"], "math": ["\\frac{1}{2}", "(1, 2)"]}
 SOURCES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
@@ -124,3 +129,25 @@ def test_solutions_that_the_rule_does_not_reward_are_counted(tmp_path, capsys):
 )
 def test_the_truth_is_read_from_the_solution(read, solution, truth):
     assert read(solution) == truth
+
+
+def test_questions_about_pictures_keep_them_and_their_marks(tmp_path, capsys):
+    source, target = parquet(tmp_path / "source.parquet", GEO3K), tmp_path / "made.parquet"
+    assert main(["prepare", "geo3k", "--from", str(source), "--to", str(target)]) == 0
+    assert capsys.readouterr().err == ""
+    made = Rows([target], ("prompt", "data_source", "reward_model"))
+    for index, (each, row) in enumerate(zip(made.read(0, 2), GEO3K, strict=True)):
+        found = sample(each, DataConfig(), seen=True)
+        assert found["images"] == row["images"]
+        assert found["prompt"][0]["content"].startswith(f"{row['problem']} Reason step by step within <think>")
+        assert found["reward_model"] == {"style": "rule", "ground_truth": row["answer"]}
+        assert found["extra_info"] | {"index": index} == found["extra_info"]
+        right = f"<think>a</think> \\boxed{{{row['answer']}}}"
+        assert default_compute_score("hiyouga/geometry3k", right, row["answer"]) == 1.0
+
+
+def test_a_question_with_other_marks_than_pictures_is_named(tmp_path, capsys):
+    source = parquet(tmp_path / "source.parquet", [GEO3K[0], {**GEO3K[1], "problem": "<image>?"}])
+    assert main(["prepare", "geo3k", "--from", str(source), "--to", str(tmp_path / "made.parquet")]) == 2
+    assert "row 1 of" in (told := capsys.readouterr().err)
+    assert "column 'problem' has 1 marks <image> for 2 pictures" in told

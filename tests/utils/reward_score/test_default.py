@@ -205,6 +205,28 @@ def test_math_verify_works_outside_the_main_thread():
     assert scores == [1.0]
 
 
+@pytest.mark.parametrize("answer", ["3", "5", "\\sqrt{5}"])
+def test_a_number_inside_of_the_truth_is_not_the_truth(answer):
+    for source in ("numina_cn_k12", "hiyouga/geometry3k"):
+        assert default_compute_score(source, f"\\boxed{{{answer}}}", "3 \\sqrt{5}") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("<think>a\nb</think> so \\boxed{3} cm", "3", 1.0),
+        ("\\boxed{2}, no: \\boxed{3.0}", "3", 0.9),
+        ("<think>a</think> \\boxed{\\frac{\\sqrt{12}}{2}}", "\\sqrt{3}", 1.0),
+        ("<think>a</think> \\boxed{3}, no: \\boxed{4}", "3", 0.1),
+        ("<think>a</think> 3", "3", 0.0),
+        ("<think>a</think> \\boxed{}", "3", 0.1),
+        (" <think>a</think> \\fbox{3}", "3", 0.0),
+    ],
+)
+def test_geometry_is_scored_by_form_and_by_value(response, truth, score):
+    assert default_compute_score("hiyouga/geometry3k", response, truth) == pytest.approx(score)
+
+
 def test_a_data_source_without_a_rule_says_what_to_set():
     with pytest.raises(ConfigError, match=r"data_source 'my/data'.*set custom_reward_function.path"):
         default_compute_score("my/data", "", "")
@@ -215,7 +237,6 @@ def test_a_data_source_without_a_rule_says_what_to_set():
     [
         *((source, "source of code") for source in ("codecontests", "apps", "codeforces", "taco")),
         *((f"searchR1_{name}", "search tools") for name in ("nq", "triviaqa", "hotpotqa", "bamboogle")),
-        ("hiyouga/geometry3k", "pictures"),
     ],
 )
 def test_sources_of_verls_that_need_more_than_a_text_are_refused_by_name(source, reason):

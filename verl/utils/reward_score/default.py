@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.utils.config import ConfigError
-from verl.utils.reward_score import gsm8k, math_dapo, math_reward, math_verify
+from verl.utils.reward_score import geo3k, gsm8k, math_dapo, math_reward, math_verify
 
 REMEDY = "set custom_reward_function.path to a file that defines compute_score"
 Rule = Callable[[str, str], float | dict[str, Any]]
@@ -72,7 +72,6 @@ _CODE = "it is a source of code, whose rule runs what the response says in a san
 REFUSED = {
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _CODE),
     SEARCH: "it is a source for search tools, and those have no rule here",
-    "hiyouga/geometry3k": "it is a source of pictures, whose rule is not here yet",
 }
 """verl's data source, or its beginning -> why it has no rule here."""
 
@@ -80,6 +79,7 @@ RULES: dict[str, Rule] = {
     "builtin/arithmetic": exact_match,
     "builtin/shapes": exact_match,
     "openai/gsm8k": gsm8k.compute_score,
+    "hiyouga/geometry3k": geo3k.compute_score,
     **dict.fromkeys(
         ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math_reward.compute_score
     ),

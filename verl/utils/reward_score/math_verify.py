@@ -19,7 +19,9 @@ def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0
     # math-verify's time limits are signals, which only the main thread may set.
     limit_s = TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     truth = str(ground_truth)
-    gold = parse(truth, parsing_timeout=limit_s) or parse(f"${truth}$", parsing_timeout=limit_s)
+    # In a box: of plain text the library takes the last number, which of "3 \\sqrt{5}" is another answer.
+    forms = ([] if "\\boxed" in truth else [f"\\boxed{{{truth}}}"]) + [truth, f"${truth}$"]
+    gold: Any = next((found for form in forms if (found := parse(form, parsing_timeout=limit_s))), [])
     try:
         return float(verify(gold, parse(model_output, parsing_timeout=limit_s), timeout_seconds=limit_s))
     except timeout:

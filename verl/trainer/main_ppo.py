@@ -53,7 +53,7 @@ def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults:
         def adapt(config: PPOConfig) -> PPOConfig:
             return _class_of(loop).adapted(config)
 
-        run_hydra(trainer, adapt=adapt, check=lambda config: check_ppo(config, loop), **defaults)
+        run_hydra(trainer, adapt=adapt, check=partial(check_ppo, loop=loop), **defaults)
     except KeyboardInterrupt as exc:
         _end(INTERRUPTED, f"stopped{exc}")
     except RuntimeError as exc:
@@ -74,13 +74,14 @@ def _end(code: int, words: str) -> NoReturn:
         os._exit(code)
 
 
-def check_ppo(config: PPOConfig, loop: str = HYBRID) -> Checked:
-    """Check model and data as `run_ppo` does, and describe the run. Starts nothing."""
+def check_ppo(config: PPOConfig, loop: str = HYBRID, *, pictures: bool = False) -> Checked:
+    """Check model and data as `run_ppo` does, and describe the run. Starts nothing. `pictures`: a built-in model stands
+    in for one that sees."""
     from verl.trainer.ppo.plan import plan
     from verl.trainer.ppo.verl_names import refuse_replaced
 
     refuse_replaced()
-    return plan(config, _class_of(loop))
+    return plan(config, _class_of(loop), pictures=pictures)
 
 
 def _class_of(loop: str) -> type[RayPPOTrainer]:

@@ -27,11 +27,22 @@ def sees(config: PretrainedConfig) -> bool:
 
 def directory_sees(directory: str | Path) -> bool:
     """Whether the directory's `config.json` is of such a model; False without one. Reads no other file."""
+    return _described(directory).get("model_type") in SEEING
+
+
+def patch_pixels(directory: str | Path) -> int | None:
+    """On a side of a patch of a picture, as `config.json` in it says; None for anything that says nothing of it."""
+    vision = _described(directory).get("vision_config")
+    found = vision.get("patch_size") if isinstance(vision, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _described(directory: str | Path) -> dict[str, Any]:
     try:
         found = json.loads((Path(directory).expanduser() / "config.json").read_text())
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.get("model_type") in SEEING
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def is_wrapper(config: PretrainedConfig) -> bool:

@@ -18,6 +18,7 @@ from verl.trainer.ppo import requirements
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.requirements import require_sight
+from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.seeing import make_tiny_seeing_model
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config, load_tokenizer
@@ -123,9 +124,17 @@ def test_the_model_follows_the_data_that_come_with_the_project() -> None:
     assert given.actor_rollout_ref.model.path == "builtin:tiny-qwen2"
 
 
-def test_a_column_of_pictures_is_taken_where_the_model_sees(model: Path) -> None:
+def test_a_column_of_pictures_is_taken_where_the_model_sees(model: Path, tmp_path: Path) -> None:
     asked = "data.image_key=images"
     assert load_config([asked, f"actor_rollout_ref.model.path={model}"]).data.image_key == "images"
     assert load_config([asked, "data.train_files=builtin:shapes"]).data.image_key == "images"
+    text = make_tiny_model(tmp_path, "qwen2")
     with pytest.raises(ConfigError, match="the model reads text alone: give one that sees"):
-        load_config([asked])
+        load_config([asked, f"actor_rollout_ref.model.path={text}"])
+
+
+def test_the_size_of_patches_is_that_of_the_model(model: Path) -> None:
+    of_model = f"actor_rollout_ref.model.path={model}"
+    load_config([of_model, "data.image_patch_size=14"])
+    with pytest.raises(ConfigError, match="with 16: the patches of the model have another size"):
+        load_config([of_model, "data.image_patch_size=16"])

@@ -41,7 +41,7 @@ def run_hydra(
     config_path: Path | None = None,
     config_name: str = DEFAULT_NAME,
     adapt: Callable[[PPOConfig], PPOConfig] | None = None,
-    check: Callable[[PPOConfig], Checked] | None = None,
+    check: Callable[..., Checked] | None = None,
 ) -> None:
     """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
 
@@ -50,10 +50,11 @@ def run_hydra(
     other exception, and with VERL_TRACEBACK=1 the latter, passes through with its traceback.
 
     `adapt` changes a configuration for a mode; its result is checked. Supports --help [SECTION ...], --version and
-    --check, for which `check` checks a configuration's model and data and starts nothing; and as Hydra does --cfg job,
-    --package, --resolve, --config-name, --config-path and --config-dir; `config_path` and `config_name` are their
-    defaults, and the user's files can build on those of `config_path`. With --config-path alone, the output directory
-    of a run is run again. Leaves no output directory behind.
+    --check, for which `check` (called with the configuration and `pictures`, see `Resolved`) checks its model and data
+    and starts nothing; and as Hydra does --cfg job, --package, --resolve, --config-name, --config-path and
+    --config-dir; `config_path` and `config_name` are their defaults, and the user's files can build on those of
+    `config_path`. With --config-path alone, the output directory of a run is run again. Leaves no output directory
+    behind.
     """
     parser = _parser()
     parser.set_defaults(config_path=config_path)
@@ -136,7 +137,7 @@ def _check(
     overrides: Sequence[str],
     where: Mapping[str, Any],
     adapt: Callable[[PPOConfig], PPOConfig] | None,
-    check: Callable[[PPOConfig], Checked] | None,
+    check: Callable[..., Checked] | None,
 ) -> None:
     """Print what a run would be, or everything that is wrong with it, by kinds."""
     with any_device():
@@ -144,7 +145,7 @@ def _check(
         config, problems = _adapted(on_its_device(resolved.config), adapt)
         lacking: list[str] = []
         problems = [*resolved.problems, *problems, *problems_of(config, lacking)]
-        checked = check(config) if check is not None else Checked()
+        checked = check(config, pictures=resolved.pictures) if check is not None else Checked()
     problems = list(dict.fromkeys([*problems, *checked.problems]))
     if problems:
         sys.stderr.write(grouped(problems))

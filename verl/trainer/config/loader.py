@@ -41,6 +41,8 @@ class Resolved:
     """A line for each problem; empty if the configuration can be used."""
     composed: DictConfig | None = None
     """The tree that Hydra composed."""
+    pictures: bool = False
+    """Whether it is for a model that sees, and a built-in one stands in that reads text alone."""
 
 
 def load_config(
@@ -147,7 +149,7 @@ def build_config(values: Any, explicit: Collection[str] = ()) -> Resolved:
     of_critic = {f"critic.{name}": (merged.get("critic") or {}).get(name) for name in FOLLOWING_ACTOR}
     inherited = tuple(f"{key} " for key, value in of_critic.items() if value is None)
     problems += [line for line in wrong if not line.startswith(inherited)]  # the actor's own line says it
-    return Resolved(config=config, notes=notes, problems=problems)
+    return Resolved(config=config, notes=notes, problems=problems, pictures=translation.pictures)
 
 
 def merge_checkpoint_engine(values: Mapping[str, Any], explicit: Collection[str] = ()) -> dict[str, Any]:

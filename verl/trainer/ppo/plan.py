@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,6 +33,7 @@ from verl.trainer.ppo.settled import scheduled, settled, total_steps
 from verl.utils import builtin
 from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
+from verl.utils.language_model import SEEING
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.model_files import require_embeddings
 from verl.utils.pictures import PictureProcessor, load_processor
@@ -47,16 +49,25 @@ OF_STAND_IN = re.compile(r"\b(the|a) model\b|\bnum_hidden_layers\b|\bbuiltin:|\b
 """Matches problems that a stand-in for the model or the data causes, and not the keys of the launch."""
 
 
-def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Checked:
-    """All problems of a run with the loop of `trainer_class`, and its description if there are none."""
+def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer], *, pictures: bool = False) -> Checked:
+    """All problems of a run with the loop of `trainer_class`, and its description if there are none. `pictures`: a
+    built-in model, which reads text, stands in for one that sees."""
     checked = Checked()
     attempt = _Attempt(checked)
     adapted = attempt(lambda: trainer_class.adapted(config))
     config = settled(adapted or config)
     device = resolve_device(config.trainer.device)
     attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
+    attempt(lambda: require_sight(config, trainer_class, stood_in_for=pictures))
+    if pictures:
+        checked.stand_ins.append(
+            f"stand-in: {config.actor_rollout_ref.model.path} reads text: that the run's own model sees "
+            f"({', '.join(SEEING)}), and how it reads pictures, is not checked"
+        )
+        if config.actor_rollout_ref.rollout.name == "vllm" and find_spec("torchvision") is None:
+            attempt.lacks("torchvision, with which vLLM builds models that see")
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
-    steps = _look_at_model(config, trainer_class, path, device, attempt) if path is not None else None
+    steps = _look_at_model(config, path, device, attempt) if path is not None else None
     checked.lacking.extend(missing_packages(config.trainer.logger))
     resume_from = attempt(CheckpointDirectory(config.trainer).would_resume_from)
     if not checked.problems:
@@ -93,9 +104,7 @@ class _Attempt:
             return None
 
 
-def _look_at_model(
-    config: PPOConfig, trainer_class: type[RayPPOTrainer], path: Path, device: str, attempt: _Attempt
-) -> int | None:
+def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt) -> int | None:
     """The number of steps, if it is known."""
     model = config.actor_rollout_ref.model
     local = model.at(path)
@@ -105,7 +114,6 @@ def _look_at_model(
     attempt(lambda: require_engine_rotates_as_trainer(config), stands_in=stands_in)
     attempt(lambda: require_heads(config), stands_in=stands_in)
     attempt(lambda: require_text_of_wrapper(config), stands_in=stands_in)
-    attempt(lambda: require_sight(config, trainer_class))
     attempt(lambda: require_experts(config), stands_in=stands_in)
     attempt(lambda: shapes_of_adapters(config, path), stands_in=stands_in)
     attempt(lambda: require_policy_engines(config, local, device), stands_in=stands_in)

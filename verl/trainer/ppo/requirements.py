@@ -142,12 +142,15 @@ def _interleaves_in_vllm(model: PretrainedConfig) -> bool:
     return bool(model.get_text_config().rope_parameters.get("mrope_interleaved"))
 
 
-def require_sight(config: PPOConfig, trainer_class: type) -> None:
-    """For a multimodal policy: refuse settings that would drop its pictures or are untested."""
+def require_sight(config: PPOConfig, trainer_class: type, *, stood_in_for: bool = False) -> None:
+    """For a multimodal policy: refuse settings that would drop its pictures or are untested. `stood_in_for`: a built-in
+    model stands in for one, and its data have pictures."""
     policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
-    if not sees(model):
+    if not (sees(model) or stood_in_for):
         return
     what = f"{MODEL_KEY}.path={policy.model.path}: {model.model_type}, which sees,"
+    if stood_in_for:
+        what = "data.image_key asks for a model that sees, which"
     actor = "actor_rollout_ref.actor"
     shared = [each.ulysses_sequence_parallel_size for each in (policy.actor.fsdp_config, policy.ref.fsdp_config)]
     for is_so, key, remedy in (
@@ -165,17 +168,14 @@ def require_sight(config: PPOConfig, trainer_class: type) -> None:
         ),
         (max(shared) > 1, "ulysses_sequence_parallel_size > 1", "it to 1"),
         (policy.rollout.multi_turn.enable, "rollout.multi_turn.enable=true", "it to false"),
+        (stood_in_for and config.distillation.enabled, "distillation.enabled=true", "it to false"),
+        (stood_in_for and config.reward_model.enable, "reward_model.enable=true", "it to false"),
     ):
         if is_so:
             raise ConfigError(f"{what} has not been tried with {key}: set {remedy}")
-    _require_torchvision(config, what)
-    interleaves = model.model_type.startswith("qwen3_vl")
-    if policy.rollout.name == "vllm" and interleaves != _interleaves_in_vllm(model):
-        raise ConfigError(
-            f"{what} has positions of pictures that transformers interleaves by its class, and vLLM by a key: set "
-            f"text_config.rope_parameters.mrope_interleaved={str(interleaves).lower()} in its config.json, or "
-            "actor_rollout_ref.rollout.name=hf"
-        )
+    if not stood_in_for:
+        _require_torchvision(config, what)
+        _require_order_of_positions(policy.rollout.name, model, what)
     if needs_critic(config) and config.critic.model.path is None:
         raise ConfigError(
             f"{what} is no model for a critic: set an estimator without one, such as algorithm.adv_estimator=grpo"
@@ -184,6 +184,16 @@ def require_sight(config: PPOConfig, trainer_class: type) -> None:
         raise ConfigError(f"{what} has not been tried with a critic, which would not see: set an estimator without one")
     if not trainer_class.__module__.startswith("verl.trainer."):
         raise ConfigError(f"{what} has been tried with verl.trainer.main_ppo alone, not with {trainer_class.__name__}")
+
+
+def _require_order_of_positions(engine: str, model: PretrainedConfig, what: str) -> None:
+    interleaves = model.model_type.startswith("qwen3_vl")
+    if engine == "vllm" and interleaves != _interleaves_in_vllm(model):
+        raise ConfigError(
+            f"{what} has positions of pictures that transformers interleaves by its class, and vLLM by a key: set "
+            f"text_config.rope_parameters.mrope_interleaved={str(interleaves).lower()} in its config.json, or "
+            "actor_rollout_ref.rollout.name=hf"
+        )
 
 
 def require_experts(config: PPOConfig) -> None:

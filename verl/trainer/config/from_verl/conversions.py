@@ -9,6 +9,7 @@ from typing import Any
 from verl.trainer.config.from_verl.rules import Values
 from verl.utils.config import ConfigError
 from verl.utils.device import DEVICES, resolve_device
+from verl.utils.language_model import patch_pixels
 from verl.workers.config.profiler import DEVICES_OF_TOOL
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -22,6 +23,11 @@ def one_of(*values: Any) -> Callable[[Any, Values], bool]:
     return lambda value, _: any(
         value == known and isinstance(value, bool) == isinstance(known, bool) for known in values
     )
+
+
+def is_models_patch(value: Any, at: Values) -> bool:
+    """Whether patches of pictures have that many pixels on a side; of a model that is not here nobody can tell."""
+    return patch_pixels(str(at(f"{_MODEL}.path"))) in (None, value)
 
 
 def engine_of(value: Any, _: Values) -> Any:
@@ -168,7 +174,8 @@ LOGGER_NAMES = {"file": "jsonl"}
 
 
 def loggers(value: Any, _: Values) -> Any:
-    names = [value] if isinstance(value, str) else value
+    """A list in quotes, as scripts write it for a shell, is a list."""
+    names = [name.strip(" '\"") for name in value.strip("[]").split(",")] if isinstance(value, str) else value
     if not isinstance(names, list):
         return value
     return [LOGGER_NAMES.get(name, name) if isinstance(name, str) else name for name in names]

@@ -11,6 +11,7 @@ from verl.trainer.config.from_verl.conversions import (
     by_ranks,
     engine_of,
     fsdp_strategy,
+    is_models_patch,
     of_same_checkpoint,
     one_of,
     same_family,
@@ -24,6 +25,7 @@ from verl.trainer.config.from_verl.sections import (
     NO_PICTURES,
     OF_STAGES,
     OTHER_ENGINES,
+    OWN_PATCHES,
     POLICY,
     REF,
     REWARD,
@@ -200,6 +202,7 @@ RULES: dict[str, Rule] = {
         why="it is computed for the optimal token baseline, which alone reads it, by one more pass over the batch",
         costs=is_true,
     ),
+    f"{ACTOR}.checkpoint.strict": NoEffect(why="what is exported has every tensor of the model in any case"),
     f"{ACTOR}.checkpoint.mbridge_config.*": NoEffect(why="Hugging Face directories are written as they are"),
     f"{ROLLOUT}.layered_summon": NoEffect(why="weights are collected shard by shard in any case"),
     f"{ROLLOUT}.disable_log_stats": NoEffect(why="the engine's own statistics are not printed"),
@@ -207,6 +210,11 @@ RULES: dict[str, Rule] = {
         why="engines get back the memory of the weights first, and that of the cache once these are loaded"
     ),
     f"{ROLLOUT}.skip_tokenizer_init": NoEffect(why="engines are given token ids"),
+    f"{ROLLOUT}.engine_kwargs.vllm.max_model_len": Moved(to=(f"{ROLLOUT}.max_model_len",)),
+    **{
+        f"{ROLLOUT}.engine_kwargs.vllm.{name}": NoEffect(why=OWN_PATCHES)
+        for name in ("mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb")
+    },
     f"{ROLLOUT}.cudagraph_capture_sizes": Moved(to=(f"{ROLLOUT}.engine_kwargs.vllm.cudagraph_capture_sizes",)),
     f"{ROLLOUT}.pipeline_model_parallel_size": NoEffect(
         why="it is 1", only=one_of(1), otherwise=f"the nearest is {ROLLOUT}.tensor_model_parallel_size"
@@ -302,7 +310,12 @@ RULES: dict[str, Rule] = {
     "trainer.worker_env.*": Refused(
         why="set it in ray_kwargs.ray_init.runtime_env.env_vars, which every worker of the run has"
     ),
-    "data.image_patch_size": NoEffect(why="there are no pictures", only=one_of(14), otherwise=NO_PICTURES),
+    "data.image_patch_size": NoEffect(
+        why="patches have the size that the model's own processor gives them",
+        only=is_models_patch,
+        otherwise="the patches of the model have another size, as its config.json says: leave it out",
+    ),
+    "data.return_multi_modal_inputs": NoEffect(why="patches are made where they are computed with, of the same files"),
     "data.mm_processor_kwargs.*": Refused(why=NO_PICTURES),
     f"{ROLLOUT}.multi_turn.*": Refused(why=f"the nearest are the other keys of {ROLLOUT}.multi_turn"),
 }

@@ -30,6 +30,7 @@ REWARD = "reward_model"
 MORE_THAN_1 = "sequences are not split over ranks, each is computed whole on its rank: the same numbers, more memory"
 ON_DEVICE = "stays on its device all the time: the same numbers, more memory"
 OTHER_ENGINES = "training engines are fsdp, fsdp2 and megatron"
+OWN_PATCHES = "vLLM processes no pictures: it is given the trainer's patches"
 NO_PICTURES = "models read text and pictures here, as their own processors give them: leave it out"
 
 OF_STAGES = (
@@ -55,7 +56,10 @@ FUSED = (
     "persist_layer_norm",
     "tp_comm_overlap",
     "use_flash_attn",
+    "use_fused_rmsnorm",
     "use_fused_rotary_pos_emb",
+    "use_fused_swiglu",
+    "use_naive_l2norm",
 )
 
 
@@ -101,6 +105,7 @@ def of_megatron(section: str) -> dict[str, Rule]:
     """Rules for every `megatron` section of verl."""
     return {
         f"{section}.context_parallel_size": NoEffect(why=MORE_THAN_1, costs=above_1),
+        f"{section}.override_transformer_config.context_parallel_algo": NoEffect(why=MORE_THAN_1),
         **offloading(section),
         f"{section}.virtual_pipeline_model_parallel_size": NoEffect(
             why="every stage is one run of layers: the same numbers, more waiting between stages", costs=above_1

@@ -22,14 +22,14 @@ from verl.trainer.config.from_verl.rules import (
 )
 from verl.trainer.config.from_verl.spellings import REASONS, SPELLINGS
 from verl.trainer.config.schema import free_form_key, is_known, keys
-from verl.utils.builtin import SEEING_MODEL, SHAPES
+from verl.utils.builtin import PREFIX, SEEING_MODEL, SHAPES, is_builtin
 from verl.utils.config import ConfigError, written
 from verl.utils.language_model import SEEING, directory_sees
 
-CHECKPOINT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+CHECKPOINT_ENGINE, MODEL = "actor_rollout_ref.rollout.checkpoint_engine", "actor_rollout_ref.model.path"
 PICTURES, OTHER_MEDIA = "data.image_key", ("data.video_key", "data.audio_key")
 """Columns that no model, or only some, reads here. verl's files always name them, so only a key set by the user
-counts."""
+counts. A row with something in such a column is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,8 @@ class Translation:
     """Keys that neither verl nor this project has."""
     refused: dict[str, list[str]] = field(default_factory=dict)
     """verl's keys that are refused, by the reason; `problems` has a line for each reason."""
+    pictures: bool = False
+    """Whether a column of pictures is named, and the built-in model, which reads text, stands in for one that sees."""
 
 
 def rule_of(dotted: str) -> Rule | None:
@@ -91,19 +93,33 @@ def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Tra
             result.notes.append(Note(key=key, value=value, why=REASONS.get(key) or f"it is {written(ours)} here"))
     for key in OTHER_MEDIA:
         if key in explicit and (value := _get(result.values, key)):
-            result.problems.append(f"{key}={written(value)}: models read text and pictures here: leave it out")
-    if PICTURES in explicit and (value := _get(result.values, PICTURES)) and not _sees(result.values):
-        result.problems.append(
-            f"{PICTURES}={written(value)}: the model reads text alone: give one that sees ({', '.join(SEEING)}), or "
-            "leave it out to train on texts"
-        )
+            why = "models read text and pictures here: a row in which it is not empty is refused"
+            result.notes.append(Note(key=key, value=value, why=why))
+    pictures = PICTURES in explicit and _of_stand_in(result)
     problems = [*result.problems, *(_refusal(keys, why) for why, keys in result.refused.items())]
-    return replace(result, values=_without_empty(result.values), problems=problems)
+    return replace(result, values=_without_empty(result.values), problems=problems, pictures=pictures)
+
+
+def _of_stand_in(result: Translation) -> bool:
+    """Whether the column of pictures, which the launch names, is not for the built-in model, which reads text. One of
+    the user's own that reads text is a problem."""
+    value, path = _get(result.values, PICTURES), _get(result.values, MODEL)
+    if not value or _sees(result.values):
+        return False
+    if is_builtin(str(path or PREFIX)):
+        why = f"{path or 'the built-in model'} reads text alone: a row in which it is not empty is refused"
+        result.notes.append(Note(key=PICTURES, value=value, why=why))
+        return True
+    result.problems.append(
+        f"{PICTURES}={written(value)}: the model reads text alone: give one that sees ({', '.join(SEEING)}), or leave "
+        "it out to train on texts"
+    )
+    return False
 
 
 def _sees(values: Mapping[str, Any]) -> bool:
     """Whether the policy that is named sees; the built-in one for `builtin:shapes` does."""
-    path = _get(values, "actor_rollout_ref.model.path")
+    path = _get(values, MODEL)
     if path is None:
         return _get(values, "data.train_files") in (SHAPES, [SHAPES])
     return path == SEEING_MODEL or directory_sees(str(path))

@@ -249,6 +249,19 @@ def test_a_server_that_cannot_be_given_the_version_before_gets_the_next_one(serv
         assert_serves(vllm, 3, 3)
 
 
+def test_a_new_publisher_does_not_take_an_answer_that_lags_for_that_of_its_check(shm: Path):
+    with stand_in(2) as (vllm, url), WeightPublisher(tensors(1), [url]) as publisher:
+        vllm.rpc("start")
+        with pytest.raises(ActivationError):
+            vllm.rpc("start")
+        with pytest.raises(ConfigError, match="already active.* has left answers unread: restart the server"):
+            publisher.push(1)
+        assert "/init_weight_transfer_engine" not in vllm.log
+        vllm.start()
+        publisher.push(1)
+        assert_serves(vllm, 1, 1)
+
+
 def test_answers_that_lag_behind_a_call_that_returns_nothing_are_named(shm: Path):
     with stand_in(2) as (vllm, url), WeightPublisher(tensors(1), [url]) as publisher:
         vllm.rpc("start")

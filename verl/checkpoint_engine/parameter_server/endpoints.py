@@ -48,7 +48,7 @@ class Endpoint(HttpServer):
 
         `parallel_size`: the number of workers with a source each, None if all load from one. `tensors`: names, dtypes
         and shapes to compare with the model, or None. Raises ConfigError with the remedy, ActivationError listing the
-        tensors that do not fit.
+        tensors that do not fit, or if the workers return answers of earlier calls.
         """
         everybody, workers = self._world_sizes()
         if workers != everybody:
@@ -61,6 +61,7 @@ class Endpoint(HttpServer):
                 f"the engine at {self.url} has {workers} workers: set --inference-parallel-size {workers} "
                 f"(it is {parallel_size})"
             )
+        self._ask("look")  # before a question whose answer could be that of an earlier call
         try:
             self.call("POST", "/init_weight_transfer_engine", {"init_info": {"tensors": tensors}})
         except Refused as exc:

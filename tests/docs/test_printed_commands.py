@@ -135,7 +135,7 @@ def test_a_subcommand_takes_the_words(command: Printed, monkeypatch: pytest.Monk
         assert CliRunner().invoke(cli, ["--help"]).exit_code == 0
     elif name in COMMANDS:
         monkeypatch.chdir(tmp_path)
-        for directory in ("DIR", "OTHER", "checkpoints/verl_sync/default"):
+        for directory in ("DIR", "OTHER", "RUN_A", "RUN_B", "checkpoints/verl_sync/default"):
             write_run(tmp_path / directory)
         monkeypatch.setattr("verl.cli.watch.served", no_longer_than_it_starts)
         done = CliRunner().invoke(cli, [name, *arguments])

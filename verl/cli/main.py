@@ -80,6 +80,7 @@ COMMANDS = {
     "report": ("verl.cli.report", "One HTML file of a run, or of several side by side."),
     "watch": ("verl.cli.watch", "Follow a run: the page of `report`, live, or lines."),
     "trace": ("verl.cli.trace", "The timeline and the syncs of a run, for ui.perfetto.dev."),
+    "diff": ("verl.cli.diff", "Where two runs first differ."),
 }
 """Subcommands that are a `click.Command` called `command` in their module. The texts here are the first lines of their
 help, so that the page of all subcommands imports none of them."""

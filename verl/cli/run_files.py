@@ -50,8 +50,8 @@ def read_run(directory: Path) -> RunFiles:
         metrics = _read(directory / METRICS_FILE)
         reports = [msgspec.convert(record, SyncReport) for record in _read(directory / REPORTS_FILE)]
         spans = msgspec.convert(_read(directory / TIMELINE_FILE), list[Span])
-        starts = _read(directory / RUNS_FILE)
-        settings = dict(_flat(_configuration(directory / CONFIG_FILE)))
+        starts = read_starts(directory)
+        settings = read_settings(directory)
         _require_moments(directory, spans, reports)
     except (OSError, ValueError) as exc:  # msgspec's errors are of the second kind
         raise click.ClickException(str(exc)) from exc
@@ -60,6 +60,16 @@ def read_run(directory: Path) -> RunFiles:
     return RunFiles(
         directory=directory, metrics=metrics, reports=reports, spans=spans, starts=starts, settings=settings
     )
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Values by dotted key; empty without a record. Raises ValueError for a file that is no YAML."""
+    return dict(_flat(_configuration(directory / CONFIG_FILE)))
+
+
+def read_starts(directory: Path) -> list[dict[str, Any]]:
+    """One record per start of the run. Raises ValueError for a damaged file."""
+    return _read(directory / RUNS_FILE)
 
 
 def _require_moments(directory: Path, spans: Sequence[Span], reports: Sequence[SyncReport]) -> None:

@@ -20,7 +20,7 @@ MOST_TOKENS = 2000
 def sample_directories(run: Path) -> list[Path]:
     """The directories of `trainer.rollout_data_dir` and `validation_data_dir` below a run's output directory."""
     found = (path for path in sorted(run.iterdir()) if path.is_dir() and not path.name.startswith("global_step_"))
-    return [path for path in found if _files(path)]
+    return [path for path in found if sample_files(path)]
 
 
 def read_samples(directories: Sequence[Path], *, steps: int, per_step: int, decode: Decode | None) -> list[Any]:
@@ -30,7 +30,7 @@ def read_samples(directories: Sequence[Path], *, steps: int, per_step: int, deco
     """
     found: list[Any] = []
     for directory in directories:
-        files = _files(directory)
+        files = sample_files(directory)
         if not files:
             raise click.ClickException(f"{directory} has no file of samples, like 3.jsonl")
         for file in files[-steps:] if steps else ():
@@ -42,7 +42,8 @@ def read_samples(directories: Sequence[Path], *, steps: int, per_step: int, deco
     return found
 
 
-def _files(directory: Path) -> list[Path]:
+def sample_files(directory: Path) -> list[Path]:
+    """One per step, in the order of steps."""
     return sorted((path for path in directory.glob("*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
 
 

@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,25 @@ def read_state(directory: Path, state: dict[str, Any]) -> None:
         if isinstance(first, ConfigError):
             raise first from exc
         raise ConfigError(f"{directory} cannot be loaded: {_one_line(first)}") from exc
+
+
+def read_entry(directory: Path, name: str) -> Any:
+    """One value of a checkpoint, whole: a tensor, or plain values. No collective.
+
+    Raises ConfigError if `directory` is no complete checkpoint, lacks `name`, or has damaged files.
+    """
+    entry = read_metadata(directory).state_dict_metadata.get(name)
+    if entry is None:
+        raise ConfigError(f"{directory} does not hold {name}")
+    state: dict[str, Any] = {name: None}
+    if isinstance(entry, TensorStorageMetadata):
+        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            load(state, storage_reader=_Reader(directory), planner=_LoadPlanner(), no_dist=True)
+    except CheckpointException as exc:
+        raise ConfigError(f"{directory} cannot be loaded: {_one_line(next(iter(exc.failures.values()))[0])}") from exc
+    return state[name]
 
 
 def read_metadata(directory: Path) -> Metadata:

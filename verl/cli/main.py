@@ -63,6 +63,11 @@ MODULES = {
         about="Prove that a model's weights reach vLLM whole.",
         is_told_its_name=True,
     ),
+    "mismatch": Module(
+        name="verl.mismatch.command",
+        about="Find where vLLM and the trainer's model first compute other numbers.",
+        is_told_its_name=True,
+    ),
     "node": Module(
         name="verl.checkpoint_engine.node",
         about="Hold memory on this host into which publishers elsewhere push weights.",

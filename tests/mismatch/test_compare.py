@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from verl.cli.main import main
+from verl.mismatch.causes import Cause
+from verl.mismatch.compare import BEYOND, Place, excess
+from verl.mismatch.findings import Findings, Token
+from verl.mismatch.page import html, table
 from verl.mismatch.places import modules_of, states_in, states_out
 
 
@@ -76,9 +80,6 @@ def _refused(arguments, words, capsys):
 
 
 def test_rounding_is_not_beyond_and_one_wrong_channel_is(rounded):
-    pytest.importorskip("vllm")
-    from verl.mismatch.compare import BEYOND, excess
-
     own, wide = rounded
     other = (wide * (1 + 2**-10)).bfloat16()  # rounds some elements the other way
     assert excess(other, own, wide) < BEYOND
@@ -92,12 +93,6 @@ def test_rounding_is_not_beyond_and_one_wrong_channel_is(rounded):
 
 
 def test_findings_are_plain_json_and_a_page_without_markup_of_others(rounded):
-    pytest.importorskip("vllm")
-    from verl.mismatch.causes import Cause
-    from verl.mismatch.compare import Place
-    from verl.mismatch.findings import Findings, Token
-    from verl.mismatch.page import html, table
-
     token = Token(sequence=0, index=3, token=5, engine=0.5, trainer=0.25, why="rounding")
     found = Findings(
         model="<b>",

@@ -12,10 +12,9 @@ import torch
 from transformers.activations import ACT2FN
 
 from verl.mismatch.compare import Phase, Place
-from verl.mismatch.engine import Recording, Sampling
-from verl.mismatch.places import ATTENTION, EMBEDDINGS, GATED, LOGITS, NORM, is_block
+from verl.mismatch.places import ATTENTION, EMBEDDINGS, GATED, LOG_PROBS, LOGITS, NORM, is_block
+from verl.mismatch.recording import Recording, Sampling
 from verl.mismatch.trainer import TrainersModel
-from verl.mismatch.worker import LOG_PROBS
 
 ROTARY = "rotary_emb"
 VERSIONS_APART = 0.01

@@ -33,8 +33,9 @@ from verl.checkpoint_engine.support.signals import end_when_told, ending_at_once
 from verl.utils.config import ConfigError
 
 if TYPE_CHECKING:
-    from verl.mismatch.engine import ProbedEngine, Sampling
+    from verl.mismatch.engine import ProbedEngine
     from verl.mismatch.findings import Findings
+    from verl.mismatch.recording import Sampling
     from verl.mismatch.trainer import TrainersModel
     from verl.mismatch.worker import Probe
 
@@ -120,8 +121,8 @@ def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, samplin
     """Run the engine with `engine_sampling` and compare it with a trainer that takes `sampling` for granted."""
     from verl.mismatch.causes import another_version, causes, not_exact
     from verl.mismatch.compare import compared, phases
-    from verl.mismatch.engine import Sampling
     from verl.mismatch.findings import Findings, differing
+    from verl.mismatch.recording import Sampling
 
     engine, model = sides.engine, sides.model
     given = settings.sequences or [(prompt, ()) for prompt in _prompts(int(model.config.vocab_size))]
@@ -310,8 +311,8 @@ def _main(options: argparse.Namespace) -> int:
         settings = _settings(options)
         if find_spec("vllm") is None:
             raise BackendUnavailable("mismatch starts a vLLM engine, and vLLM is not installed: pip install vllm")
-        from verl.mismatch.engine import Sampling
         from verl.mismatch.page import html, table
+        from verl.mismatch.recording import Sampling
 
         temperature = 1.0 if options.temperature is None else options.temperature
         sampling = Sampling(temperature=temperature)

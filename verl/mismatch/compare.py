@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verl.mismatch.engine import Recording
-from verl.mismatch.places import EMBEDDINGS, LOGITS, is_block
+from verl.mismatch.places import EMBEDDINGS, IDS, LOGITS, POSITIONS, is_block
+from verl.mismatch.recording import Recording
 from verl.mismatch.trainer import TrainersModel, picks
-from verl.mismatch.worker import IDS, POSITIONS
 
 BEYOND = 3.0
 """Times the error of the trainer's own rounding; correct kernels were at most 1.4 apart."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +13,13 @@ from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 
 from verl.checkpoint_engine.engines.leftovers import Leftovers
-from verl.mismatch.places import ATTENTION, LOGITS
-from verl.mismatch.worker import LOG_PROBS, Probe
+from verl.mismatch.places import ATTENTION, LOG_PROBS, LOGITS
+from verl.mismatch.recording import Recording, Sampling
+from verl.mismatch.worker import Probe
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
 from verl.workers.rollout.vllm.exact import ARCHITECTURE, ExactWorker, register
 
 CPU_CACHE_NBYTES = 2**28
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the engine samples, in vLLM's words."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    repetition_penalty: float = 1.0
-
-
-@dataclass(kw_only=True)
-class Recording:
-    """What an engine computed for a number of sequences."""
-
-    tokens: list[list[int]]
-    """Prompt and response of each sequence."""
-    prompts: list[int]
-    """Tokens of each prompt."""
-    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """Of each sequence, by place: [tokens, width], and `>place` for what a module got. Of the token that is sampled
-    last there is nothing: it is computed with the next one."""
-    scores: list[dict[str, dict[int, torch.Tensor]]] = field(default_factory=list)
-    """Of each sequence, `LOGITS` and `LOG_PROBS`: by the index of the token that they predict, [vocabulary]."""
 
 
 class ProbedEngine:

@@ -8,9 +8,8 @@ from typing import Any
 
 from verl.mismatch.causes import Cause
 from verl.mismatch.compare import Phase, Place
-from verl.mismatch.engine import Recording, Sampling
-from verl.mismatch.places import LOGITS, NORM
-from verl.mismatch.worker import LOG_PROBS
+from verl.mismatch.places import LOG_PROBS, LOGITS, NORM
+from verl.mismatch.recording import Recording, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

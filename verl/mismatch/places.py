@@ -14,6 +14,8 @@ from torch import nn
 
 EMBEDDINGS, NORM, LOGITS = "embeddings", "norm", "logits"
 """What the first layer gets; the output of the last norm; scores before sampling."""
+IDS, POSITIONS, LOG_PROBS, SUM = "input_ids", "positions", "log_probs", "+"
+"""`SUM` ends the name of the second of two hidden states, to which the first one is added."""
 ATTENTION = ("query", "key", "value", "attention")
 """Below the path of an attention module: what its kernel gets, after RoPE, and what it returns."""
 GATED = "gated"

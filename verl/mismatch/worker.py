@@ -12,10 +12,19 @@ from typing import Any
 import torch
 
 from verl.checkpoint_engine.engines.vllm.certify import ComparedWorker
-from verl.mismatch.places import ATTENTION, LOGITS, entered, modules_of, states_in, states_out
+from verl.mismatch.places import (
+    ATTENTION,
+    IDS,
+    LOG_PROBS,
+    LOGITS,
+    POSITIONS,
+    SUM,
+    entered,
+    modules_of,
+    states_in,
+    states_out,
+)
 
-IDS, POSITIONS, LOG_PROBS, SUM = "input_ids", "positions", "log_probs", "+"
-"""`SUM` ends the name of the second of two hidden states, to which the first one is added."""
 Step = dict[str, Any]
 
 

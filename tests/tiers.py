@@ -49,6 +49,9 @@ PLACES = (
     "tests/docs/test_parameter_server_example.py",
     "tests/trainer/fleet/test_session.py",
     "tests/trainer/ppo/test_even_batches.py::test_three_ranks_learn",
+    "tests/workers/engine/test_together.py::test_decoded",
+    "tests/workers/engine/test_together.py::test_gradients",
+    "tests/workers/engine/test_together.py::test_log_probs",
     "tests/workers/rollout/test_leftovers.py",
 )
 """How names of tests begin that start members, ranks or runs as processes, or are long."""
@@ -166,6 +169,11 @@ ONCE: dict[str, tuple[str, ...]] = {
         f"tests/models/test_trainer_models.py::test_log_probs_equal_the_eager_reference_packed_and_in_rows_that_were_"
         f"padded[fsdp2-{name}]"
         for name in ("qwen3", "gemma3_text", "qwen3_moe", "deepseek_v3", "mamba2", "qwen3_next")
+    ),
+    "odd models, whose sequences may not go together": tuple(
+        f"tests/workers/engine/test_together.py::test_{what}_alone[{name}"
+        for what in ("log_probs_are_those_of_each_sequence", "gradients_are_those_of_the_sequences")
+        for name in ("doge", "llama4 without tuning")
     ),
     "input that is wrong": ("tests/e2e/test_bad_input.py::test_a_missing_column_is_named_with_its_file",),
 }

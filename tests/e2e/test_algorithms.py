@@ -18,7 +18,7 @@ MODES = {
     "one_step_off": (OneStepOffPolicyTrainer, one_step_off),
     "fully_async": (FullyAsyncTrainer, fully_async_main),
 }
-pytestmark = [pytest.mark.e2e, pytest.mark.cells(2)]
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(4)]
 
 REWARD = """
 import itertools

@@ -23,7 +23,7 @@ from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTraine
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.step import Step
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.cells(3, by="way")]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.cells(6, by="way")]
 
 STEPS = 2
 """With each backend."""

@@ -10,7 +10,7 @@ from tests.e2e.test_training import REWARD, Run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.step import Step
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(2)]
 
 STEPS = 6
 REPEATABLE = (

@@ -9,7 +9,7 @@ import pytest
 
 from verl.checkpoint_engine.support import envs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cells(2)]
 
 
 def open_to(path: Path, others: int) -> list[str]:

@@ -17,7 +17,7 @@ are stretched as the longest one asks, and the decay of `minimax` is a buffer, w
 its diagonal, too."""
 
 
-@pytest.mark.cells(4)
+@pytest.mark.cells(8)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 async def test_log_probs_of_decoded_tokens_are_those_of_the_sequence_alone(name, checkpoints, record_property):
     if name in NOT_COMPUTED:

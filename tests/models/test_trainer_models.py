@@ -23,7 +23,7 @@ STRETCHED = frozenset({"phi3-longrope", "llama-dynamic"})
 """A buffer of each is of the longest sequence of the last call, and the build has called it."""
 
 # Of two days, each tries every architecture with one of them: what they share is all but how parameters are cut.
-pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.cells(2, by="cell")]
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.cells(4, by="cell")]
 STRATEGIES = ("fsdp2", "fsdp")
 # Neighbours have their reference in common.
 CELLS = [(strategy, name) for name in ARCHITECTURES for strategy in STRATEGIES]

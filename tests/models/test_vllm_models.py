@@ -131,7 +131,7 @@ def _run(cells: Sequence[tuple[str, str]], directory: Path, warm: WarmWorkers | 
     return [Outcome(**line) for line in lines], errors.read_text()[-2000:]
 
 
-@pytest.mark.cells(8)
+@pytest.mark.cells(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_live_model_equals_its_load_from_disk_in_every_version(outcomes, record_property, name: str, dtype: str):

@@ -80,6 +80,7 @@ TWO = MicroBatchLimits(max_sequences=2)
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+of_whole_models = pytest.mark.cells(4, by="directory")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -100,6 +101,7 @@ def build(config, implementation):
 
 
 @pytest.mark.parametrize("limits", [ALL_IN_ONE, TWO], ids=["one micro-batch", "two"])
+@of_whole_models
 def test_log_probs_are_those_of_each_sequence_alone(directory, engine, limits):
     data, model = cases.padded_batch(), cases.reference(directory)[0]
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 1]):
@@ -107,6 +109,7 @@ def test_log_probs_are_those_of_each_sequence_alone(directory, engine, limits):
         torch.testing.assert_close(found, cases.reference_log_probs(model, data[order]), rtol=0, atol=1e-4)
 
 
+@of_whole_models
 def test_gradients_are_those_of_the_sequences_alone(directory, engine):
     data = cases.padded_batch()
     saved = {name: tensor.clone() for name, tensor in engine.snapshot().items()}
@@ -115,6 +118,7 @@ def test_gradients_are_those_of_the_sequences_alone(directory, engine):
     assert cases.other_gradients(found, cases.reference_gradients(cases.reference(directory)[0], data)) == {}
 
 
+@of_whole_models
 async def test_decoded_tokens_have_the_log_probs_of_what_is_before_them_alone(directory):
     model = cases.reference(directory)[0]
     for together in await cases.decoded(directory, cases.ORDERS):

@@ -16,7 +16,7 @@ from ray._private.node import Node
 
 from tests.checkpoint_engine.fakes import soon
 from tests.processes import is_alive
-from verl.trainer.fleet.session import MARK, RaySession, check_arguments, starts_locally
+from verl.trainer.fleet.session import MARK, RaySession, RayTooSlow, check_arguments, starts_locally
 from verl.utils.config import ConfigError
 
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")
@@ -66,13 +66,20 @@ def starting(monkeypatch):
         one.close()
 
 
-def test_a_ray_that_was_too_slow_is_ended_and_started_once_more(starting):
-    init = starting(SLOW)
+def test_a_ray_that_was_too_slow_is_ended_and_started_again(starting):
+    init = starting(SLOW, SLOW)
     RaySession().start({})
-    assert init.calls == 2
-    (left,) = init.left
-    assert left.wait(60) != 0
-    assert not psutil.pid_exists(left.pid)
+    assert init.calls == 3
+    for left in init.left:
+        assert left.wait(60) != 0
+        assert not psutil.pid_exists(left.pid)
+
+
+def test_a_machine_that_is_too_busy_for_a_ray_is_named(starting):
+    init = starting(SLOW, SLOW, SLOW, SLOW)
+    with pytest.raises(RayTooSlow, match=r"did not start in 3 attempts: the machine is too busy \(load average \d+"):
+        RaySession().start({})
+    assert init.calls == 3
 
 
 def test_a_call_that_comes_after_the_end_starts_no_other_ray(starting, monkeypatch):

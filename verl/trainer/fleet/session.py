@@ -22,6 +22,7 @@ from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
 from verl.checkpoint_engine.support.signals import interrupt_main_thread, uninterrupted
 from verl.compat.ray import never_start_by_itself, show_token, sigterm_left_alone, without_idle_processes
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.failures import NamedFailure
 
 from . import ending_agents
 from .ray_watch import RayLost, RayWatch, gcs_of, raylet_of
@@ -39,6 +40,8 @@ GCS_MISSED = {"gcs_rpc_server_reconnect_timeout_s": 86_400}
 """By default Ray's processes and the driver end a minute after the GCS, with only a line from Ray. The driver gets this
 setting as an argument, a raylet through its environment."""
 
+ATTEMPTS = 3
+"""To start a Ray of this job alone."""
 _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
 
@@ -85,6 +88,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         except OSError as exc:
             remedy = f". Unset it, or set {KEY}.address=local for a Ray of this run alone" * (said_by == "RAY_ADDRESS")
             raise ConfigError(f"{said_by}={address}: no Ray can be reached there: {exc}{remedy}") from exc
+
+
+class RayTooSlow(NamedFailure):
+    """No Ray started in time."""
 
 
 class RaySession:
@@ -233,21 +240,28 @@ class RaySession:
 
 
 def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
-    """`ray.init`; once more where Ray was not there in the time that it gives itself, as on a machine that is busy."""
+    """`ray.init`, up to ATTEMPTS times: on a busy machine a Ray may not be there in the time that it gives itself."""
     joins = arguments["address"] != LOCAL
     if joins:
         show_token()
-    try:
-        return ray.init(**arguments)
-    except (ConnectionError, TypeError, ValueError) as exc:  # no Ray is there, or it does not like a value
-        hint = _TOKEN_HINT if joins and isinstance(exc, ConnectionError) else ""
-        raise ConfigError(f"{KEY}: {exc}{hint}") from exc
-    except Exception as exc:
-        if joins or _TOO_SLOW not in str(exc):
-            raise
-        logger.warning("Ray was too slow to start; starting it once more")
-        _kill_with_descendants(set(psutil.Process().children()) - strangers)
-    return ray.init(**arguments)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return ray.init(**arguments)
+        except (ConnectionError, TypeError, ValueError) as exc:  # no Ray is there, or it does not like a value
+            hint = _TOKEN_HINT if joins and isinstance(exc, ConnectionError) else ""
+            raise ConfigError(f"{KEY}: {exc}{hint}") from exc
+        except Exception as exc:
+            if joins or _TOO_SLOW not in str(exc):
+                raise
+            _kill_with_descendants(set(psutil.Process().children()) - strangers)
+            if attempt == ATTEMPTS:
+                load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+                raise RayTooSlow(
+                    f"Ray did not start in {ATTEMPTS} attempts: the machine is too busy (load average {load:.0f}, "
+                    f"{cores} cores); end other work, or join a Ray that runs (ray_kwargs.ray_init.address)"
+                ) from exc
+            logger.warning("Ray was too slow to start; starting it again")
+    raise AssertionError("unreachable")
 
 
 def _kill_with_descendants(processes: Iterable[psutil.Process]) -> None:

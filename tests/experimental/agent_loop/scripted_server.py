@@ -34,13 +34,15 @@ class ScriptedServer:
             at_once=at_once,
             enough=asyncio.Event(),
             calls=[],
+            caches=[],
             cancelled=0,
             in_flight=0,
             most_in_flight=0,
         )
 
-    async def generate(self, prompt_ids, sampling, request_id):
+    async def generate(self, prompt_ids, sampling, request_id, cache=None):
         now = self.now
+        now.caches.append(cache)
         now.calls.append((list(prompt_ids), sampling, request_id))
         now.in_flight += 1
         now.most_in_flight = max(now.most_in_flight, now.in_flight)
@@ -71,4 +73,4 @@ class ScriptedServer:
         return item
 
     async def seen(self):
-        return {name: getattr(self.now, name) for name in ("calls", "cancelled", "most_in_flight")}
+        return {name: getattr(self.now, name) for name in ("calls", "caches", "cancelled", "most_in_flight")}

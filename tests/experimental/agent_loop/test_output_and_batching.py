@@ -89,6 +89,24 @@ def test_a_response_collects_generated_and_inserted_tokens():
     assert collected.response_logprobs == [-0.5, -0.5, 0.0, -0.5]
 
 
+def test_the_oldest_version_that_a_token_attends_to_reaches_the_batch():
+    response = Response(10)
+    response.add_generated(said([1, 2], version=5))
+    response.add_inserted([7])
+    response.add_generated(said([3], version=6).on_cache_of(5))
+    collected = response.output([0], num_turns=4, stop_reason="completed", metrics={})
+    assert collected.response_kv_versions == [5, 5, -1, 5]
+    sizes = {"prompt_length": 1, "response_length": 5, "pad_token_id": 0}
+    assert "rollout_kv_versions" not in to_batch([collected], **sizes).batch
+    assert to_batch([collected], **sizes, kv_versions=True).batch["rollout_kv_versions"].tolist() == [[5, 5, -1, 5, -1]]
+
+
+def test_a_loop_that_gives_versions_alone_gets_those_of_caches_from_its_servers():
+    generated = said([1, 2], version=6).on_cache_of(4)
+    own = AgentLoopOutput(prompt_ids=[0], response_ids=[1, 2], response_mask=[1, 1], response_versions=[6, 6])
+    assert own.with_versions([generated]).response_kv_versions == [4, 4]
+
+
 def test_one_part_without_log_probs_leaves_the_response_without():
     response = Response(10)
     response.add_generated(said([1], log_prob=None))

@@ -1,5 +1,6 @@
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -8,6 +9,7 @@ from ray.exceptions import ActorDiedError
 from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.scripted_server import NO_WEIGHTS, said
 from verl.experimental.agent_loop import ServerManager
+from verl.experimental.agent_loop.server_manager import Sample
 from verl.workers.rollout.errors import ReplicaDied, ReplicaTimeout
 from verl.workers.rollout.records import SamplingOptions, WeightVersionSpan
 
@@ -78,15 +80,37 @@ async def test_an_aborted_response_is_continued_with_the_rest_of_its_budget(star
         said([4], "aborted", version=5, log_prob=-2.0),
         said([5, 6], "completed", version=5, log_prob=-3.0),
     )
-    manager = ServerManager([server], timeout_s=120)
-    output = await manager.generate("a", PROMPT, SAMPLING)
+    manager, sample = ServerManager([server], timeout_s=120), Sample()
+    output = await manager.generate("a", PROMPT, SAMPLING, sample=sample)
     assert output.token_ids == [1, 2, 3, 4, 5, 6]
     assert output.log_probs == [-1.0, -1.0, -1.0, -2.0, -3.0, -3.0]
     assert output.stop_reason == "completed"
     assert output.weight_versions == (WeightVersionSpan(0, 3, 4), WeightVersionSpan(3, 6, 5))
     asked = [(prompt, sampling.max_tokens) for prompt, sampling, _ in await calls_of(server)]
     assert asked == [(PROMPT, 8), ([*PROMPT, 1, 2, 3], 5), ([*PROMPT, 1, 2, 3, 4], 4)]
-    assert manager.continuations == 2
+    assert (sample.continuations, sample.computed_again) == (2, 4 + 5)  # what this engine had read before
+
+
+async def test_later_requests_of_a_conversation_and_of_its_group_ask_for_its_cache(start_server):
+    kept = replace(said([1, 2, 3], "aborted"), cache="kept", cached_tokens=0)
+    server = start_server(kept, replace(said([4]), cache="kept", cached_tokens=3), replace(said([5]), cache="other"))
+    manager, sample, stranger = ServerManager([server], timeout_s=120), Sample("group"), Sample("stranger")
+    await manager.generate("a", PROMPT, SAMPLING, sample=sample)
+    assert sample.computed_again == 1  # of prompt and response but its last token the engine had three
+    await manager.generate("sibling", PROMPT, SAMPLING, sample=sample)
+    await manager.generate("b", PROMPT, SAMPLING, sample=stranger)
+    assert (await server.seen.remote())["caches"] == [None, "kept", "kept", None]
+
+
+async def test_another_server_is_not_asked_for_a_cache(start_server):
+    first, second = start_server(replace(said([1]), cache="kept"), "hang"), start_server()
+    manager, sample = ServerManager([first, second], timeout_s=120), Sample("group")
+    await manager.generate("a", PROMPT, SAMPLING, sample=sample)
+    held = asyncio.create_task(manager.generate("a", PROMPT, SAMPLING))  # keeps the first one busy
+    await until_called(first, 2)
+    await manager.generate("sibling", PROMPT, SAMPLING, sample=sample)
+    held.cancel()
+    assert (await second.seen.remote())["caches"] == [None]
 
 
 async def test_an_abort_at_the_end_of_the_budget_is_length(start_server):
@@ -118,17 +142,19 @@ async def test_a_dead_server_is_replaced_by_another_and_never_asked_again(start_
         while True:
             await dead.seen.remote()
     manager = ServerManager([dead, healthy], timeout_s=120)
-    outputs = [await manager.generate(str(number), PROMPT, SAMPLING) for number in range(4)]
+    sample = Sample()
+    outputs = [await manager.generate(str(number), PROMPT, SAMPLING, sample=sample) for number in range(4)]
     assert [output.stop_reason for output in outputs] == ["completed"] * 4
-    assert manager.retries == 1
+    assert sample.retries == 1
     assert len(await calls_of(healthy)) == 4
 
 
 async def test_a_server_without_weights_is_passed_over_for_this_request_only(start_server):
     waiting, healthy = start_server(NO_WEIGHTS, "echo"), start_server("echo", "hang")
     manager = ServerManager([waiting, healthy], timeout_s=120)
-    await manager.generate("a", PROMPT, SAMPLING)
-    assert manager.retries == 1
+    sample = Sample()
+    await manager.generate("a", PROMPT, SAMPLING, sample=sample)
+    assert sample.retries == 1
     held = asyncio.create_task(manager.generate("a", PROMPT, SAMPLING))  # keeps the healthy one busy
     await until_called(healthy, 2)
     await manager.generate("b", PROMPT, SAMPLING)
@@ -155,11 +181,11 @@ async def test_the_deadline_covers_all_attempts_and_the_server_stops_working(sta
 
 async def test_an_error_of_the_engine_is_not_retried_and_keeps_its_traceback(start_server):
     failing, other = start_server(ValueError("no such token")), start_server()
-    manager = ServerManager([failing, other], timeout_s=120)
+    manager, sample = ServerManager([failing, other], timeout_s=120), Sample()
     with pytest.raises(ValueError, match="no such token") as caught:
-        await manager.generate("a", PROMPT, SAMPLING)
+        await manager.generate("a", PROMPT, SAMPLING, sample=sample)
     assert "scripted_server.py" in str(caught.value)
-    assert manager.retries == 0
+    assert sample.retries == 0
 
 
 def test_without_servers_there_is_an_error_at_once():

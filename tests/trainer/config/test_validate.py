@@ -244,6 +244,22 @@ def test_what_keeps_engine_and_trainer_from_the_same_bits_is_refused(override, n
     assert any("actor_rollout_ref.rollout.exact=true needs" in line and line.endswith(needed) for line in found)
 
 
+@pytest.mark.parametrize(
+    ("kept", "override", "remedy"),
+    [
+        ("salt", "actor_rollout_ref.rollout.name=hf", "rollout.name=vllm, not hf"),
+        ("salt", "actor_rollout_ref.rollout.enable_prefix_caching=false", "enable_prefix_caching=true"),
+        ("salt", "actor_rollout_ref.rollout.exact=true", "kv_across_versions=clear"),
+        ("salt", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true", "needs clear"),
+        ("salt", "checkpoint_engine.pause_mode=keep", "say so with keep"),
+        ("keep", "checkpoint_engine.pause_mode=wait", "pause_mode=keep, not wait"),
+    ],
+)
+def test_caches_are_kept_across_versions_only_where_that_is_recorded(kept, override, remedy):
+    found = problems(f"actor_rollout_ref.rollout.kv_across_versions={kept}", override)
+    assert any(f"kv_across_versions={kept}" in line and remedy in line for line in found)
+
+
 def test_the_trainer_has_the_engines_attention_where_both_shall_be_exact():
     config = load_config(["actor_rollout_ref.rollout.exact=true", "trainer.device=cpu"])
     validate(config)

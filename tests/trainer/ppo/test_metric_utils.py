@@ -122,6 +122,13 @@ def test_staleness_is_how_many_versions_the_trainer_is_ahead_of_the_one_that_sam
         "training/staleness/max": 2.0,
         "training/staleness/min": 0.0,
     }
+    batch.batch["rollout_kv_versions"] = torch.tensor([[5, NO_VERSION, 4], [3, 0, 0], [0, 0, 0]])
+    assert compute_staleness_metrics(batch, trainer_version=6) == {
+        "rollout/kv_mixed_tokens": 2,
+        "training/staleness/mean": 2.0,
+        "training/staleness/max": 3.0,
+        "training/staleness/min": 1.0,
+    }
 
 
 def test_tokens_of_weights_without_a_version_have_no_staleness(batch):

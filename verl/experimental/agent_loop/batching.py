@@ -13,14 +13,19 @@ from verl.workers.rollout.records import NO_VERSION
 
 
 def to_batch(
-    outputs: Sequence[AgentLoopOutput], *, prompt_length: int, response_length: int, pad_token_id: int
+    outputs: Sequence[AgentLoopOutput],
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+    kv_versions: bool = False,
 ) -> DataProto:
     """`outputs` (B of them) as a batch with P = `prompt_length` and R = `response_length`.
 
     int64: `prompts` [B, P] padded on the left, `responses`, `response_mask`, `rollout_versions` [B, R] padded on the
-    right, `input_ids`, `attention_mask`, `position_ids` [B, P+R]; float32: `rollout_log_probs` [B, R], if any; int16:
-    `routed_experts` [B, P+R, layers, experts per token], if any. Objects: `__num_turns__`, `__stop_reason__`,
-    `__replicas__`, `__extra_fields__`, and `__reward_score__`, or None.
+    right, with `kv_versions` also `rollout_kv_versions`; `input_ids`, `attention_mask`, `position_ids` [B, P+R];
+    float32: `rollout_log_probs` [B, R], if any; int16: `routed_experts` [B, P+R, layers, experts per token], if any.
+    Objects: `__num_turns__`, `__stop_reason__`, `__replicas__`, `__extra_fields__`, and `__reward_score__`, or None.
 
     Raises ValueError for a trajectory that is too long, and if only some have log-probs.
     """
@@ -50,6 +55,9 @@ def to_batch(
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
     }
+    if kv_versions:
+        oldest = [output.response_kv_versions or [] for output in outputs]
+        tensors["rollout_kv_versions"] = _rows(oldest, response_length, NO_VERSION)
     if any(output.routed_experts is not None for output in outputs):
         tensors[ROUTES] = _routes(outputs, prompt_length, response_length)
     if outputs and not without:

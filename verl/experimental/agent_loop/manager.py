@@ -18,6 +18,7 @@ from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.interaction import interactions_of
 from verl.experimental.agent_loop.interaction_check import unheard
 from verl.experimental.agent_loop.registry import known_loops, loop_class, loop_factory
+from verl.experimental.agent_loop.server_manager import COUNTS
 from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
@@ -29,7 +30,6 @@ from verl.workers.config import PPOConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COUNTS = ("retries", "continuations")
 STARTED_AGAIN = 3
 """A replacement worker may die so often at its start, because Ray places it on a lost host until it notices the
 loss."""
@@ -103,7 +103,7 @@ class AgentLoopManager:
         Every sample has `raw_prompt` (chat messages) and may have `agent_name`; all its columns reach its loop.
         `meta_info["validate"]` selects `rollout.val_kwargs`, `meta_info["greedy"]` greedy sampling. Returns the tensors
         and objects of `batching.to_batch`, and `meta_info["timing"]`: seconds as `agent_loop/<metric>/{min,mean,max}`,
-        `agent_loop/total_s`, and the counts `agent_loop/retries` and `agent_loop/continuations`.
+        `agent_loop/total_s`, and the metrics of COUNTS.
 
         The first sample that fails ends the batch at once with AgentLoopError, which holds the worker's traceback; a
         worker that dies raises RayActorError. An unknown agent_name is a ConfigError before anything is generated.
@@ -223,7 +223,7 @@ def _summary(metrics: dict[str, list[Any]]) -> dict[str, float]:
     summary: dict[str, float] = {}
     for name, values in metrics.items():
         if name in COUNTS:
-            summary[f"agent_loop/{name}"] = float(sum(values))
+            summary[COUNTS[name]] = float(sum(values))
         else:
             for label, reduce in (("min", min), ("mean", fmean), ("max", max)):
                 summary[f"agent_loop/{name}/{label}"] = float(reduce(values))

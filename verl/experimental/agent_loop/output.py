@@ -35,6 +35,9 @@ class AgentLoopOutput:
     response_versions: list[int] | None = None
     """Version of the weights that generated each token; -1 on inserted tokens. If None, the worker fills in the
     versions that its servers reported, and -1 for unknown ones."""
+    response_kv_versions: list[int] | None = None
+    """The oldest version that may have computed keys and values that each token attends to; -1 on inserted tokens.
+    Filled in as `response_versions`."""
     replicas: tuple[tuple[str, int, int], ...] = ()
     """(engine, start, stop) for response tokens `[start, stop)`, in order; empty if unknown."""
     num_turns: int = 0
@@ -57,7 +60,7 @@ class AgentLoopOutput:
             "response_ids": len(self.response_ids),
             "response_mask": len(self.response_mask),
         }
-        for name in ("response_versions", "response_logprobs"):
+        for name in ("response_versions", "response_kv_versions", "response_logprobs"):
             if getattr(self, name) is not None:
                 lengths[name] = len(getattr(self, name))
         if len(set(lengths.values())) > 1:
@@ -78,14 +81,21 @@ class AgentLoopOutput:
         return {name: float(value) for name, value in found.items()}
 
     def with_versions(self, generated: Sequence[TokenOutput]) -> AgentLoopOutput:
-        """A copy with `response_versions` from `generated`, if that begins with the policy's tokens; else with -1."""
-        if self.response_versions is not None:
-            return self
+        """A copy with versions from `generated`, if that begins with the policy's tokens; else with -1."""
         tokens = [token for output in generated for token in output.token_ids]
-        versions = [version for output in generated for version in token_versions(output)]
         own = [token for token, mine in zip(self.response_ids, self.response_mask, strict=True) if mine]
-        known = iter(versions if tokens[: len(own)] == own else [NO_VERSION] * len(own))
-        return replace(self, response_versions=[next(known) if mine else NO_VERSION for mine in self.response_mask])
+        recognised = tokens[: len(own)] == own
+
+        def spread(versions: list[int]) -> list[int]:
+            known = iter(versions if recognised else [NO_VERSION] * len(own))
+            return [next(known) if mine else NO_VERSION for mine in self.response_mask]
+
+        versions, oldest = self.response_versions, self.response_kv_versions
+        if versions is None:
+            versions = spread([version for output in generated for version in token_versions(output)])
+        if oldest is None:
+            oldest = spread([version for output in generated for version in token_kv_versions(output)])
+        return replace(self, response_versions=versions, response_kv_versions=oldest)
 
 
 class Response:
@@ -96,6 +106,7 @@ class Response:
         self.token_ids: list[int] = []
         self._mask: list[int] = []
         self._versions: list[int] = []
+        self._kv_versions: list[int] = []
         self._log_probs: list[float] | None = []
         self._replicas: list[tuple[str, int, int]] = []
         self._routes: np.ndarray | None = None
@@ -111,6 +122,7 @@ class Response:
         self.token_ids += output.token_ids
         self._mask += [1] * len(output.token_ids)
         self._versions += token_versions(output)
+        self._kv_versions += token_kv_versions(output)
         if output.log_probs is None:
             self._log_probs = None
         elif self._log_probs is not None:
@@ -128,6 +140,7 @@ class Response:
         self.token_ids += token_ids
         self._mask += [0] * len(token_ids)
         self._versions += [NO_VERSION] * len(token_ids)
+        self._kv_versions += [NO_VERSION] * len(token_ids)
         if self._log_probs is not None:
             self._log_probs += [0.0] * len(token_ids)
 
@@ -140,6 +153,7 @@ class Response:
             response_mask=self._mask,
             response_logprobs=self._log_probs,
             response_versions=self._versions,
+            response_kv_versions=self._kv_versions,
             replicas=tuple(self._replicas),
             routed_experts=self._routes,
             num_turns=num_turns,
@@ -166,3 +180,10 @@ def token_versions(output: TokenOutput) -> list[int]:
     if len(versions) != len(output.token_ids):
         raise ValueError(f"weight versions {output.weight_versions} do not cover {len(output.token_ids)} tokens")
     return versions
+
+
+def token_kv_versions(output: TokenOutput) -> list[int]:
+    """The oldest version in each token's KV cache. Raises as `token_versions`."""
+    spans = output.weight_versions
+    oldest = (replace(span, version=span.version if span.kv_version is None else span.kv_version) for span in spans)
+    return token_versions(replace(output, weight_versions=tuple(oldest)))

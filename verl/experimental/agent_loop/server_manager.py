@@ -22,12 +22,45 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 """Waits between attempts after a server aborts a request before its first token: it is probably changing weights."""
 
 
+COUNTS = {
+    "retries": "agent_loop/retries",
+    "continuations": "agent_loop/continuations",
+    "computed_again": "rollout/prefill_again_tokens",
+}
+"""Counts of a `Sample`, and their metrics."""
+
+
 @dataclass(slots=True)
+class Sample:
+    """Whose requests they are, and what they cost."""
+
+    group: str | None = None
+    """Samples of one group have the same prompt."""
+    retries: int = 0
+    """Calls repeated on another server because theirs died or had no weights."""
+    continuations: int = 0
+    """Calls made to continue an aborted response."""
+    computed_again: int = 0
+    """Tokens whose keys and values engines computed a second time, as far as they say."""
+
+
+@dataclass(slots=True, eq=False)
 class _Server:
     handle: Any
     name: str
     in_flight: int = 0
     dead: bool = False
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """What a server has of the requests with one id."""
+
+    server: _Server
+    cache: str | None = None
+    """See `TokenOutput.cache`."""
+    num_computed: int = 0
+    """Tokens whose keys and values some server computed."""
 
 
 class ServerManager:
@@ -53,14 +86,12 @@ class ServerManager:
         self._servers = [_Server(handle, f"server-{index}") for index, handle in enumerate(servers)]
         self._timeout_s = timeout_s
         self._continue_aborted = continue_aborted
-        self._sticky: OrderedDict[str, _Server] = OrderedDict()
+        self._sticky: OrderedDict[str, _Conversation] = OrderedDict()
+        self._groups: OrderedDict[str, _Conversation] = OrderedDict()
+        """The first conversation of each group: the others begin with its prefix."""
         self._max_sticky_requests = max_sticky_requests
         self._turn = first_server
         self._call_number = itertools.count()
-        self.retries = 0
-        """Calls repeated on another server because theirs died or had no weights."""
-        self.continuations = 0
-        """Calls made to continue an aborted response."""
 
     async def generate(
         self,
@@ -70,9 +101,10 @@ class ServerManager:
         *,
         image_data: Sequence[Picture] | None = None,
         video_data: None = None,
+        sample: Sample | None = None,
     ) -> TokenOutput:
         """One response of at most `sampling_params["max_tokens"]` tokens. `image_data` are pictures of the prompt,
-        which includes their tokens; `video_data` is not supported.
+        which includes their tokens; `video_data` is not supported. Counts in `sample`.
 
         Continues an aborted response from its tokens so far, with the rest of the budget, on the current weights;
         log-probs and versions stay with their tokens. With `continue_aborted=False` returns it as `aborted`. Raises
@@ -84,6 +116,7 @@ class ServerManager:
         if strangers := [type(each).__name__ for each in pictures if not isinstance(each, Picture)]:
             raise ValueError(f"generate: image_data is the `multi_modal_data` of the sample, not {strangers[0]}")
         sampling = SamplingOptions.of(sampling_params)
+        sample = sample or Sample()
         so_far = _Partial(sampling.max_tokens)
         deadline = asyncio.timeout(self._timeout_s)
         try:
@@ -91,7 +124,8 @@ class ServerManager:
                 wait_s = FIRST_WAIT_S
                 while True:
                     budget = replace(sampling, max_tokens=so_far.room)
-                    output = await self._on_some_server(request_id, [*prompt_ids, *so_far.token_ids], budget, pictures)
+                    tokens = [*prompt_ids, *so_far.token_ids]
+                    output = await self._on_some_server(request_id, sample, tokens, budget, pictures)
                     so_far.add(output)
                     if output.stop_reason != "aborted":
                         return so_far.output(output.stop_reason)
@@ -99,47 +133,68 @@ class ServerManager:
                         return so_far.output("length")
                     if not self._continue_aborted:
                         return so_far.output("aborted")
-                    self.continuations += 1
+                    sample.continuations += 1
                     if not output.token_ids:
                         await asyncio.sleep(wait_s)
                         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         except TimeoutError as exc:
             if not deadline.expired():  # somebody else's
                 raise
-            server = self._sticky.get(request_id)
+            conversation = self._sticky.get(request_id)
+            server = conversation.server.name if conversation else "the server"
             raise ReplicaTimeout(
-                f"request {request_id}: {server.name if server else 'the server'} did not finish within "
+                f"request {request_id}: {server} did not finish within "
                 f"rollout.generate_timeout_s={self._timeout_s:g} ({len(prompt_ids)} prompt tokens, "
                 f"{len(so_far.token_ids)} of {sampling.max_tokens} response tokens so far)"
             ) from exc
 
     async def _on_some_server(
-        self, request_id: str, token_ids: list[int], sampling: SamplingOptions, pictures: Sequence[Picture]
+        self,
+        request_id: str,
+        sample: Sample,
+        token_ids: list[int],
+        sampling: SamplingOptions,
+        pictures: Sequence[Picture],
     ) -> TokenOutput:
         """Try the servers in turn until one can answer."""
         failures: dict[str, Exception] = {}
         while True:
-            server = self._choose(request_id, failures)
-            if server is None:
+            conversation = self._choose(request_id, sample.group, failures)
+            if conversation is None:
                 reasons = "; ".join(f"{name}: {_first_line(exc)}" for name, exc in failures.items())
                 raise ReplicaDied(
                     f"request {request_id}: none of {len(self._servers)} rollout servers can generate: "
                     f"{reasons or 'all died earlier'}"
                 )
+            server = conversation.server
             server.in_flight += 1
             try:
-                return await self._call(server, token_ids, sampling, request_id, pictures)
+                output = await self._call(conversation, token_ids, sampling, request_id, pictures)
             except (RayActorError, ReplicaDied, NoWeights) as exc:
                 # NoWeights and an unavailable actor may pass; a dead one is not asked again.
                 server.dead = not isinstance(exc, (NoWeights, ActorUnavailableError))
                 failures[server.name] = exc
-                self.retries += 1
+                sample.retries += 1
+            else:
+                self._note(conversation, sample, len(token_ids), output)
+                return output
             finally:
                 server.in_flight -= 1
 
+    def _note(self, conversation: _Conversation, sample: Sample, num_prompt: int, output: TokenOutput) -> None:
+        """Count what was computed a second time, and keep the name of the cache."""
+        again = min(conversation.num_computed, num_prompt) - output.cached_tokens
+        sample.computed_again += max(0, again) + output.computed_again
+        conversation.num_computed = num_prompt + max(0, len(output.token_ids) - 1)  # the last has not been read
+        conversation.cache = output.cache
+        if sample.group is not None and output.cache is not None:
+            self._groups.setdefault(sample.group, conversation)
+            while len(self._groups) > self._max_sticky_requests:
+                self._groups.popitem(last=False)
+
     async def _call(
         self,
-        server: _Server,
+        conversation: _Conversation,
         token_ids: list[int],
         sampling: SamplingOptions,
         request_id: str,
@@ -147,8 +202,12 @@ class ServerManager:
     ) -> TokenOutput:
         """One remote call; its server stops working on it when this is cancelled. Raises the server's own errors."""
         call_id = f"{request_id}.{next(self._call_number)}"  # engines refuse an id that is in use
-        seen = {"pictures": pictures} if pictures else {}
-        reference = server.handle.generate.remote(prompt_ids=token_ids, sampling=sampling, request_id=call_id, **seen)
+        further: dict[str, Any] = {"pictures": pictures} if pictures else {}
+        if conversation.cache is not None:
+            further["cache"] = conversation.cache
+        reference = conversation.server.handle.generate.remote(
+            prompt_ids=token_ids, sampling=sampling, request_id=call_id, **further
+        )
         try:
             output: TokenOutput = await reference
         except asyncio.CancelledError:
@@ -160,15 +219,18 @@ class ServerManager:
             raise
         return output
 
-    def _choose(self, request_id: str, failures: dict[str, Exception]) -> _Server | None:
+    def _choose(self, request_id: str, group: str | None, failures: dict[str, Exception]) -> _Conversation | None:
         usable = [server for server in self._servers if not server.dead and server.name not in failures]
         chosen = self._sticky.get(request_id)
-        if chosen is None or chosen not in usable:
+        if chosen is None or chosen.server not in usable:
             if not usable:
                 return None
             first = self._turn % len(usable)
             self._turn += 1
-            chosen = min(usable[first:] + usable[:first], key=lambda server: server.in_flight)
+            server = min(usable[first:] + usable[:first], key=lambda server: server.in_flight)
+            sibling = self._groups.get(group) if group is not None else None
+            cache = sibling.cache if sibling is not None and sibling.server is server else None
+            chosen = _Conversation(server, cache, chosen.num_computed if chosen else 0)
             self._sticky[request_id] = chosen
         self._sticky.move_to_end(request_id)
         while len(self._sticky) > self._max_sticky_requests:
@@ -195,9 +257,11 @@ class _Partial:
         for span in piece.weight_versions:
             start, stop = span.start + offset, span.stop + offset
             last = self._spans[-1] if self._spans else None
-            if last and (last.stop, last.version, last.replica) == (start, span.version, span.replica):
-                start = self._spans.pop().start
-            self._spans.append(WeightVersionSpan(start, stop, span.version, span.replica))
+            span = replace(span, start=start, stop=stop)
+            same = last and (last.stop, last.version, last.kv_version, last.replica)
+            if same == (span.start, span.version, span.kv_version, span.replica):
+                span = replace(span, start=self._spans.pop().start)
+            self._spans.append(span)
         self.token_ids += piece.token_ids
         self._routes = with_later(self._routes, piece.routed_experts)
         if piece.log_probs is None:
@@ -214,14 +278,15 @@ def _first_line(exc: Exception) -> str:
 
 
 class Recording:
-    """A `ServerManager` for one sample that records its outputs."""
+    """A `ServerManager` for one sample, of `group`, that records its outputs and counts."""
 
-    def __init__(self, servers: ServerManager) -> None:
+    def __init__(self, servers: ServerManager, group: str | None = None) -> None:
         self._servers = servers
+        self.sample = Sample(group)
         self.generated: list[TokenOutput] = []
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """See `ServerManager.generate`."""
-        output = await self._servers.generate(*args, **kwargs)
+        output = await self._servers.generate(*args, sample=self.sample, **kwargs)
         self.generated.append(output)
         return output

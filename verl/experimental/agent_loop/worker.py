@@ -14,7 +14,7 @@ from verl.experimental.agent_loop.batching import to_batch
 from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.experimental.agent_loop.registry import LoopEntry, constructor_arguments, loop_factory
-from verl.experimental.agent_loop.server_manager import Recording, ServerManager
+from verl.experimental.agent_loop.server_manager import COUNTS, Recording, Sample, ServerManager
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
@@ -91,7 +91,7 @@ class AgentLoopWorker:
         AgentCodeError for an error of the user's code.
 
         `first_index` is the first sample's index in the whole batch. Returns a batch of `to_batch`, in the order of
-        `samples`; `meta_info["metrics"]` has one value per sample, and this worker's retries.
+        `samples`; `meta_info["metrics"]` has one value per sample, and sums for COUNTS.
         """
         validate = samples.meta_info["validate"]
         rollout = self._config.actor_rollout_ref.rollout
@@ -99,11 +99,13 @@ class AgentLoopWorker:
         sampling = make_sampling(rollout, max_tokens=self._config.data.max_response_length)
         if samples.meta_info.get("greedy"):
             sampling = replace(sampling, temperature=0.0)
-        retries, continuations = self._servers.retries, self._servers.continuations
         running = _Running(validate, len(samples))
+        asked: list[Sample] = []
 
         async def run(row: dict[str, Any], index: int) -> AgentLoopOutput:
-            return running.finish(await self._run_one(row, sampling, index))
+            servers = Recording(self._servers, row.get("uid"))
+            asked.append(servers.sample)
+            return running.finish(await self._run_one(row, sampling, index, servers))
 
         tasks = [asyncio.create_task(run(row, first_index + index)) for index, row in enumerate(_rows(samples))]
         self._running.append(running)
@@ -119,17 +121,18 @@ class AgentLoopWorker:
             prompt_length=self._config.data.max_prompt_length,
             response_length=self._config.data.max_response_length,
             pad_token_id=int(self._tokenizer.pad_token_id),
+            kv_versions=rollout.kv_across_versions != "clear",
         )
         batch.meta_info["metrics"] = {
             **_per_sample([output.numbers for output in outputs]),
-            "retries": self._servers.retries - retries,
-            "continuations": self._servers.continuations - continuations,
+            **{name: sum(getattr(sample, name) for sample in asked) for name in COUNTS},
         }
         return batch
 
-    async def _run_one(self, row: dict[str, Any], sampling: SamplingOptions, index: int) -> AgentLoopOutput:
+    async def _run_one(
+        self, row: dict[str, Any], sampling: SamplingOptions, index: int, servers: Recording
+    ) -> AgentLoopOutput:
         name = row.get("agent_name") or default_loop(self._config)
-        servers = Recording(self._servers)
         loop: Any = None
         async with self._limit:
             try:

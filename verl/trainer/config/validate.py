@@ -80,6 +80,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     critic.critic_of,
     engines.lora,
     engines.exact,
+    engines.kv_across_versions,
     engines.checkpoint_engine,
     _min_ranks,
 )

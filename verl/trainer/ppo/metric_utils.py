@@ -84,16 +84,22 @@ def _spread_in_groups(scores: torch.Tensor, uids: np.ndarray) -> dict[str, float
 def compute_staleness_metrics(batch: DataProto, *, trainer_version: int) -> dict[str, float]:
     """Staleness of each token: how many versions its weights are behind those that the trainer updates.
 
-    Empty if the batch has no `rollout_versions`, or its tokens' weights have no version.
+    With `rollout_kv_versions` the oldest version counts that it attends to, and `rollout/kv_mixed_tokens` is the number
+    of tokens for which that is not their own. Empty if the batch has no `rollout_versions`, or its tokens' weights have
+    no version.
     """
     tensors = tensors_of(batch)
     if "rollout_versions" not in tensors:
         return {}
-    versions = tensors["rollout_versions"][tensors["response_mask"].bool()]
-    staleness = (trainer_version - versions[versions != NO_VERSION]).float()
+    generated = tensors["response_mask"].bool()
+    versions = tensors["rollout_versions"][generated]
+    known = versions != NO_VERSION
+    oldest = tensors.get("rollout_kv_versions", tensors["rollout_versions"])[generated]
+    staleness = (trainer_version - oldest[known]).float()
     if not len(staleness):
         return {}
-    return {
+    mixed = (oldest < versions)[known].sum().item()
+    return ({"rollout/kv_mixed_tokens": mixed} if "rollout_kv_versions" in tensors else {}) | {
         "training/staleness/mean": staleness.mean().item(),
         "training/staleness/max": staleness.max().item(),
         "training/staleness/min": staleness.min().item(),

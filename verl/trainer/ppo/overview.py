@@ -56,6 +56,11 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
     )
     if rollout.exact:
         yield "exact: trainer and engine compute with the same operators, and give tokens the same bits"
+    if rollout.kv_across_versions != "clear":
+        yield (
+            f"kv_across_versions: {rollout.kv_across_versions}: tokens after a sync may attend to keys and values of "
+            "older weights, so their log-probs are those of no version; importance ratios correct for that, too"
+        )
     if rollout.quantization is not None:
         yield f"quantization: {rollout.quantization}{_correction(config)}"
     if config.reward_model.enable:

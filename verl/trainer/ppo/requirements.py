@@ -160,6 +160,11 @@ def require_sight(config: PPOConfig, trainer_class: type, *, stood_in_for: bool 
             "actor_rollout_ref.rollout.name=vllm, or hf",
         ),
         (policy.actor.strategy == "megatron", f"{actor}.strategy=megatron", f"{actor}.strategy=fsdp2"),
+        (
+            policy.rollout.kv_across_versions != "clear",
+            f"rollout.kv_across_versions={policy.rollout.kv_across_versions}",
+            "actor_rollout_ref.rollout.kv_across_versions=clear",
+        ),
         (policy.model.sends_adapters, f"{MODEL_KEY}.lora.merge=false", f"{MODEL_KEY}.lora.merge=true"),
         (
             policy.rollout.quantization is not None,

@@ -35,7 +35,8 @@ class SampleWriter:
     """Writes `<directory>/<step>.jsonl`, one line per sample; does nothing without a directory.
 
     `response_ids`, `response_mask` (1: the policy generated it), `versions` (of the weights; -1: inserted) and
-    `log_probs` (the engine's; null where not requested) have one entry per token of the response. `replicas` are
+    `log_probs` (the engine's; null where not requested) have one entry per token of the response, and with
+    `rollout.kv_across_versions` so have `kv_versions` (the oldest that the token attends to). `replicas` are
     `[name, start, stop]`: which engine generated tokens `[start, stop)`. `reward` is the reward function's result.
 
     Replaces lines that an earlier run, killed after its last checkpoint, wrote for the same step.
@@ -89,7 +90,9 @@ def _rows(batch: DataProto, reward: RewardOutput) -> list[dict[str, Any]]:
             ("response_mask", "response_mask"),
             ("versions", "rollout_versions"),
             ("log_probs", "rollout_log_probs"),
+            ("kv_versions", "rollout_kv_versions"),
         )
+        if name != "kv_versions" or key in tensors
     }
     rows = []
     for index in range(len(batch)):

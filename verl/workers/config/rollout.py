@@ -139,6 +139,13 @@ class RolloutConfig(Section):
     max_num_seqs: int = option(256, "sequences per engine step", least=1)
     enable_chunked_prefill: bool = option(True, "split long prompts over engine steps")
     enable_prefix_caching: bool = option(True, "reuse the KV cache of shared prefixes; reset when weights change")
+    kv_across_versions: str = option(
+        "clear",
+        "what new weights leave of the KV cache (vllm): clear: nothing; salt: a conversation, and its group, find the "
+        "prefixes that they began with, new ones do not; keep: requests in flight go on with theirs, too "
+        "(checkpoint_engine.pause_mode=keep)",
+        choices=("clear", "salt", "keep"),
+    )
     load_format: str = option(
         "dummy", "where the engine's first weights come from; the first sync replaces them", choices=("dummy", "auto")
     )

@@ -97,6 +97,18 @@ class SeeingEngine(Protocol):
 
 
 @runtime_checkable
+class KeepingEngine(Protocol):
+    """An engine that can keep KV caches across versions: `rollout.kv_across_versions`."""
+
+    keeps: Literal[True]
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, *, cache: str | None = None
+    ) -> TokenOutput:
+        """As `Engine.generate`. `cache` is that of an earlier output of this conversation, by any engine."""
+
+
+@runtime_checkable
 class TracedEngine(Protocol):
     """An engine that can write traces of its computation to `rollout.profiler.save_path`."""
 

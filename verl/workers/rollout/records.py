@@ -117,6 +117,8 @@ class WeightVersionSpan:
     version: int
     replica: str = field(default="", compare=False)
     """The replica whose engine sampled them; its server sets it."""
+    kv_version: int | None = None
+    """The oldest version that may have computed keys and values that these tokens attend to; None: `version` did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,18 @@ class TokenOutput:
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     """Integers [tokens, layers, experts per token] of prompt and response, without the last token, which the engine has
     not processed; None if not requested."""
+    cache: str | None = field(default=None, compare=False)
+    """Names the engine's KV cache of this conversation, for later requests of it; None if versions share none."""
+    cached_tokens: int = field(default=0, compare=False)
+    """Tokens of the prompt whose keys and values were in the cache."""
+    computed_again: int = field(default=0, compare=False)
+    """Tokens whose keys and values were computed a second time during this request, because the weights changed."""
 
     def by(self, replica: str) -> TokenOutput:
         """A copy with `replica` as the one that sampled it."""
         return replace(self, weight_versions=tuple(replace(span, replica=replica) for span in self.weight_versions))
+
+    def on_cache_of(self, version: int) -> TokenOutput:
+        """A copy whose tokens attend to keys and values that may be as old as `version`."""
+        spans = (replace(span, kv_version=min(version, span.version)) for span in self.weight_versions)
+        return replace(self, weight_versions=tuple(spans))

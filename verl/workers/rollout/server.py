@@ -28,7 +28,7 @@ from verl.checkpoint_engine.support.memory import MemoryUse, tree_use
 from verl.utils.lifetime import begin_actor
 from verl.utils.pictures import Picture
 from verl.utils.timing import Span, SpanLog
-from verl.workers.rollout.engine import Engine, EngineSpec, SeeingEngine, TracedEngine
+from verl.workers.rollout.engine import Engine, EngineSpec, KeepingEngine, SeeingEngine, TracedEngine
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOptions, TokenOutput
 
@@ -79,18 +79,28 @@ class RolloutServer:
 
     @ray.method(concurrency_group="generate")
     async def generate(
-        self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingOptions,
+        request_id: str,
+        pictures: Sequence[Picture] = (),
+        cache: str | None = None,
     ) -> TokenOutput:
         """Sample one response to `prompt_ids`, which have the tokens of `pictures`. While paused, or while weights
-        change, the call waits.
+        change, the call waits. `cache` is that of an earlier output of the same conversation.
 
         Raises NoWeights before the first activation, RolloutError for a prompt that does not fit, ReplicaTimeout after
         `rollout.generate_timeout_s`, ReplicaDied when the engine is gone.
         """
-        return await self._loop.run(self._generate(prompt_ids, sampling, request_id, pictures))
+        return await self._loop.run(self._generate(prompt_ids, sampling, request_id, pictures, cache))
 
     async def _generate(
-        self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture]
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingOptions,
+        request_id: str,
+        pictures: Sequence[Picture],
+        cache: str | None,
     ) -> TokenOutput:
         name, timeout_s = self._spec.name, self._spec.config.generate_timeout_s
         if self._version is None:
@@ -105,7 +115,7 @@ class RolloutServer:
         try:
             async with asyncio.timeout(timeout_s):
                 with self._spans.during("generating"):
-                    output = await self._sampled(prompt_ids, sampling, request_id, pictures)
+                    output = await self._sampled(prompt_ids, sampling, request_id, pictures, cache)
             return output.by(name)
         except TimeoutError as exc:
             raise ReplicaTimeout(
@@ -113,9 +123,16 @@ class RolloutServer:
             ) from exc
 
     async def _sampled(
-        self, prompt_ids: list[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture]
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingOptions,
+        request_id: str,
+        pictures: Sequence[Picture],
+        cache: str | None,
     ) -> TokenOutput:
         if not pictures:
+            if cache is not None and isinstance(self._engine, KeepingEngine):
+                return await self._engine.generate(prompt_ids, sampling, request_id, cache=cache)
             return await self._engine.generate(prompt_ids, sampling, request_id)
         if not isinstance(self._engine, SeeingEngine):
             raise RolloutError(f"{self._spec.name}: request {request_id} has pictures, which this engine does not see")

@@ -63,6 +63,25 @@ def exact(config: PPOConfig) -> Iterator[str]:
             yield f"{start} actor_rollout_ref.{key}={' or '.join(map(str, right))}, not {value}"
 
 
+def kv_across_versions(config: PPOConfig) -> Iterator[str]:
+    rollout, pause_mode = config.actor_rollout_ref.rollout, config.checkpoint_engine.pause_mode
+    here = f"actor_rollout_ref.rollout.kv_across_versions={rollout.kv_across_versions}"
+    if rollout.kv_across_versions == "clear":
+        return
+    if rollout.name != "vllm":
+        yield f"{here} needs actor_rollout_ref.rollout.name=vllm, not {rollout.name}, which clears its cache"
+    if not rollout.enable_prefix_caching:
+        yield f"{here} needs actor_rollout_ref.rollout.enable_prefix_caching=true"
+    if rollout.exact:
+        yield f"{here}: with rollout.exact tokens have the bits of one version; use kv_across_versions=clear"
+    if rollout.enable_rollout_routing_replay:
+        yield f"{here}: cached tokens have the experts of an older version; routing replay needs clear"
+    if rollout.kv_across_versions == "keep" and pause_mode != "keep":
+        yield f"{here} needs checkpoint_engine.pause_mode=keep, not {pause_mode}, which ends requests before a sync"
+    if rollout.kv_across_versions == "salt" and pause_mode == "keep":
+        yield f"{here}: requests that checkpoint_engine.pause_mode=keep freezes keep their cache; say so with keep"
+
+
 def checkpoint_engine(config: PPOConfig) -> Iterator[str]:
     """The backend exists, its options are valid, and it supports this job. Runs after `user_modules`."""
     from verl.checkpoint_engine.registry import resolve_backend

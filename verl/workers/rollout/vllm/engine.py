@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -44,6 +45,7 @@ from verl.workers.rollout.vllm.adapter import ADAPTER_ID, ADAPTER_NAME, adapter_
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
 from verl.workers.rollout.vllm.pictures import prompt_with
 from verl.workers.rollout.vllm.refusals import told_in_a_line
+from verl.workers.rollout.vllm.salts import Salts, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class VLLMEngine:
     """One `AsyncLLM` whose weights come from a node arena. See `verl.workers.rollout.engine.Engine`."""
 
     sees: Literal[True] = True
+    keeps: Literal[True] = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -84,6 +87,7 @@ class VLLMEngine:
         """vLLM was told to pause, and not to go on since."""
         self._serves: int | None = None
         """The version that every worker computes with; None where that is not known."""
+        self._salts = None if spec.config.kv_across_versions == "clear" else Salts()
         self._reports = Path()
         """Where workers write what they found about a version."""
         self._deaths = Path()
@@ -203,9 +207,19 @@ class VLLMEngine:
         return arguments
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingOptions,
+        request_id: str,
+        pictures: Sequence[Picture] = (),
+        *,
+        cache: str | None = None,
     ) -> TokenOutput:
         prompt: TokensPrompt | EngineInput = TokensPrompt(prompt_token_ids=list(prompt_ids))
+        now = salt = None
+        if self._salts is not None:
+            now, salt = self._salts.current, self._salts.of(cache)
+            prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=salt)
         if pictures:
             prompt = await self._seen(prompt_ids, pictures, request_id)
         final: RequestOutput | None = None
@@ -218,7 +232,13 @@ class VLLMEngine:
             raise ReplicaDied(f"{self._spec.name}: {self._died()} during request {request_id}") from exc
         if final is None:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from vLLM")
-        return self._token_output(final.outputs[0], request_id, logprobs=sampling.logprobs)
+        answer = self._token_output(final.outputs[0], request_id, logprobs=sampling.logprobs)
+        cached = final.num_cached_tokens or 0
+        if now is None or salt is None:
+            begun_again = [len(prompt_ids) + span.start for span in answer.weight_versions[1:]]
+            return replace(answer, cached_tokens=cached, computed_again=sum(begun_again))
+        # Weights may have changed since the request came: what it waited with counts as the older version's.
+        return replace(answer, cached_tokens=cached, cache=salt).on_cache_of(version_of(salt if cached else now))
 
     async def _seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> EngineInput:
         what = f"{self._spec.name}: request {request_id}"
@@ -261,13 +281,14 @@ class VLLMEngine:
     async def pause(self, mode: str) -> None:
         llm = self._running()
         self._paused = True
+        clear = self._salts is None
         if mode == "wait":
-            await self._control(llm.pause_generation(mode="wait"))
+            await self._control(llm.pause_generation(mode="wait", clear_cache=clear))
             return
         # What `pause_generation` does, without the 20 ms that it then sleeps for answers to reach their requests: a
         # request that is aborted may get its tokens later, and generation would stand still meanwhile.
         await llm.renderer.clear_mm_cache_async()
-        await self._control(llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
+        await self._control(llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear))
 
     async def resume(self) -> None:
         """Resume, unless the engine runs: running data-parallel ranks would then enter different collectives."""
@@ -290,6 +311,10 @@ class VLLMEngine:
             self._activating = False
         checked = take_reports(self._reports, version)
         self._serves = version
+        if self._salts is not None:
+            self._salts.activated(version)
+            if self._salts.outdated_by(version, loaded_since=since):
+                await self.clear_cache()
         return checked
 
     async def _load(self, llm: AsyncLLM, arena_path: str, version: int, since: int | None) -> None:
@@ -305,7 +330,7 @@ class VLLMEngine:
             llm.update_weights(request),
             llm.finish_weight_update(),
             llm.update_weight_version(str(version)),
-            self._reset_cache(llm),
+            *([self._reset_cache(llm)] if self._salts is None else []),
         )
 
     async def _load_adapters(self, llm: AsyncLLM, arena_path: str, version: int) -> None:
@@ -324,10 +349,14 @@ class VLLMEngine:
                     await self.shutdown()
                 raise
             self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(directory))
-        await asyncio.gather(llm.update_weight_version(str(version)), self._reset_cache(llm))
+        await llm.update_weight_version(str(version))
+        if self._salts is None:
+            await self._reset_cache(llm)
 
     async def clear_cache(self) -> None:
         await self._control(self._reset_cache(self._running()))
+        if self._salts is not None:
+            self._salts.cleared()
 
     async def _reset_cache(self, llm: AsyncLLM) -> None:
         """Requests frozen by pause("keep") are computed again from their tokens."""
@@ -348,6 +377,8 @@ class VLLMEngine:
         level = 1 if self._spec.model.sends_adapters else 2
         self._serves = None if weights else self._serves
         await self._control(llm.sleep(level=level) if weights else llm.release_kv_cache_memory())
+        if self._salts is not None:
+            self._salts.cleared()
 
     async def wake(self, *, weights: bool) -> None:
         if await self._control(self._running().wake_up(tags=["weights"] if weights else ["kv_cache"])):

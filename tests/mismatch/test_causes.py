@@ -7,7 +7,7 @@ import torch
 
 from tests.mismatch.models import make
 from verl.mismatch.causes import another_version, causes, not_exact
-from verl.mismatch.compare import compared, phases
+from verl.mismatch.compare import compared, not_compared, phases
 from verl.mismatch.findings import differing
 from verl.mismatch.places import IDS, LOG_PROBS, LOGITS, POSITIONS
 from verl.mismatch.recording import Recording, Sampling
@@ -111,3 +111,15 @@ def test_probabilities_that_an_engine_gave_before_tell_another_version(directori
     before = [float(engine.scores[0][LOG_PROBS][index][TOKENS[index]]) for index in range(PROMPT, len(TOKENS))]
     assert another_version(engine, [before]) == another_version(engine, [None]) == another_version(engine, []) == []
     assert another_version(engine, [[0.0] * len(before)])[0].name == "another version"
+
+
+def test_places_that_an_engine_does_not_show_are_listed_and_a_model_without_blocks_is_refused(directories):
+    sides = Sides(directories["qwen3_moe"])
+    engine = recording(sides.engine)
+    engine.states = [{name: rows for name, rows in engine.states[0].items() if "key" not in name}]
+    both = phases({"decode": engine, "prefill": engine}, sides.model, sides.wide)
+    assert not_compared(both) == ["self_attn.key"]
+    engine.states = [{name: rows for name, rows in engine.states[0].items() if name != "layers.1"}]
+    both = phases({"decode": engine, "prefill": engine}, sides.model, sides.wide)
+    with pytest.raises(LookupError, match=r"no layers\.1 with the shape"):
+        not_compared(both)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPT_LENGTHS = (3, 17, 40)
-NEW_TOKENS = 24
+NEW_TOKENS, SEQUENCES = 24, 8
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 TOLERANCE = 0.005
 INTERRUPTED = 130
@@ -120,7 +120,7 @@ def _require_room(settings: Settings, model: TrainersModel, longest: int) -> Non
 def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, sampling: Sampling) -> Findings:
     """Run the engine with `engine_sampling` and compare it with a trainer that takes `sampling` for granted."""
     from verl.mismatch.causes import another_version, causes, not_exact
-    from verl.mismatch.compare import compared, phases
+    from verl.mismatch.compare import compared, not_compared, phases
     from verl.mismatch.findings import Findings, differing
     from verl.mismatch.recording import Sampling
 
@@ -138,6 +138,10 @@ def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, samplin
     weights = engine.compare_with_disk(settings.model)
     found = phases({"decode": decode, "prefill": prefill}, model, sides.wide)
     places = compared(found)
+    try:
+        left_out = not_compared(found)
+    except LookupError as exc:
+        raise BackendUnavailable(f"{settings.model} cannot be compared: {exc}") from exc
     named = causes(found, places, weights, decode, sampling, model, sides.wide)
     named += another_version(decode, settings.kept)
     if settings.exact:
@@ -151,6 +155,7 @@ def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, samplin
         causes=named,
         places=places,
         tokens=tokens,
+        not_compared=left_out,
     )
 
 
@@ -180,6 +185,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help='sequences to compare, a line of JSON each: {"prompt_ids": [1, 2], "response_ids": [3]}. Without '
         "response_ids the engine answers. Default: three random prompts",
+    )
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=SEQUENCES,
+        metavar="N",
+        help=f"compare the first N of FILE (default {SEQUENCES}); scores of all their tokens are held",
     )
     parser.add_argument("--engine", default="vllm", choices=("vllm",), help="the engine (default vllm)")
     parser.add_argument(
@@ -232,6 +244,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     for flag, value, least in (
         ("--tensor-parallel-size", options.tensor_parallel_size, 1),
         ("--new-tokens", options.new_tokens, 1),
+        ("--sequences", options.sequences, 1),
         ("--tolerance", options.tolerance, 0),
     ):
         if not value >= least:
@@ -258,7 +271,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         model=model,
         dtype=options.dtype,
         ranks=options.tensor_parallel_size,
-        sequences=_sequences(options.data) if options.data is not None else (),
+        sequences=_sequences(options.data)[: options.sequences] if options.data is not None else (),
         new_tokens=options.new_tokens,
         exact=options.exact,
     )

@@ -13,7 +13,7 @@ import torch
 
 from verl.mismatch.places import EMBEDDINGS, IDS, LOGITS, POSITIONS, is_block
 from verl.mismatch.recording import Recording
-from verl.mismatch.trainer import TrainersModel, picks
+from verl.mismatch.trainer import TrainersModel, kind_of, picks
 
 BEYOND = 3.0
 """Times the error of the trainer's own rounding; correct kernels were at most 1.4 apart."""
@@ -145,6 +145,23 @@ def compared(found: Mapping[str, Phase]) -> list[Place]:
             place.relative, place.ulps, place.unequal = apart(engine, trainer)
         places.append(place)
     return places
+
+
+FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Engines compute them together; what comes of them is compared."""
+
+
+def not_compared(found: Mapping[str, Phase]) -> list[str]:
+    """Kinds of places that the engine's model does not show, as `self_attn.query`.
+
+    Raises LookupError if a whole block is among them: without blocks nothing would be known of the model.
+    """
+    decode = found["decode"]
+    missing = [name for name in decode.trainer if not name.startswith(">") and name not in decode.engine]
+    if blocks_missing := [name for name in missing if is_block(name)]:
+        raise LookupError(f"the engine's model has no {blocks_missing[0]} with the shape of the trainer's")
+    kinds = dict.fromkeys(kind_of(name).removeprefix("layers.") for name in missing)
+    return [kind for kind in kinds if kind.rpartition(".")[2] not in FUSED]
 
 
 def _routed_alike(name: str, values: Phase) -> torch.Tensor | None:

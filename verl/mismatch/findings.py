@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from verl.mismatch.causes import Cause
@@ -43,6 +43,8 @@ class Findings:
     """In the order of computation."""
     tokens: list[Token]
     """Those of all responses, the largest difference first."""
+    not_compared: list[str] = field(default_factory=list)
+    """Kinds of places that the engine does not show."""
 
     @property
     def mean(self) -> float:

@@ -51,6 +51,8 @@ def table(found: Findings, tolerance: float) -> str:
         for token in found.tokens[:MOST_TOKENS]
     ]
     lines.append("")
+    if found.not_compared:
+        lines.append(f"not compared, the engine does not show them: {', '.join(found.not_compared)}")
     lines += [f"{cause.name}: {cause.place}: {cause.text}" for cause in found.causes]
     return "\n".join([*lines, verdict(found, tolerance)])
 
@@ -85,7 +87,8 @@ def html(found: Findings, tolerance: float) -> str:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>verl-sync mismatch</title><style>{STYLE}</style>"
         f"<h1>{escape(verdict(found, tolerance))}</h1><p>{escape(found.model)}: {escape(heading(found))}; "
         f"{escape(summary(found))}.</p>{named}<h2>From block to block</h2>{_plot(blocks(found.places))}"
-        "<h2>Places</h2><table><tr><th>place<th>difference<th>ulps<th>unequal<th>decode<th>prefill</tr>"
+        f"<h2>Places</h2><p>Not compared: {escape(', '.join(found.not_compared)) or 'none'}.</p>"
+        "<table><tr><th>place<th>difference<th>ulps<th>unequal<th>decode<th>prefill</tr>"
         f"{places}</table><h2>Tokens</h2>"
         f"<table><tr><th>token<th>sequence<th>at<th>engine<th>trainer<th>why</tr>{tokens}</table></html>\n"
     )

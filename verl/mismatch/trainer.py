@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl.mismatch.places import ATTENTION, LOGITS, entered, modules_of, states_in, states_out
 from verl.utils.config import ConfigError
+from verl.utils.language_model import is_wrapper, sees
 from verl.utils.model import EXACT
 from verl.workers.hf import packing  # noqa: F401 - registers the attention of exact mode
 from verl.workers.hf.attention import attention_implementation
@@ -41,26 +42,42 @@ def dtype_of(directory: Path) -> str:
     return str(dtype or torch.float32).removeprefix("torch.")
 
 
+def _loaded(directory: Path, dtype: str, exact: bool) -> Any:
+    """Raises ConfigError for a directory that transformers cannot load, and for one that is more than a causal LM."""
+    auto: Any = AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        _require_text(config, directory)
+        chosen = EXACT if exact else attention_implementation(config) or "sdpa"
+        _register(chosen)
+        return auto.from_pretrained(
+            directory, dtype=getattr(torch, dtype), attn_implementation=f"{PROBE}_{chosen}"
+        ).eval()
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        raise ConfigError(f"--model {directory}: transformers cannot load it: {' '.join(str(exc).split())}") from exc
+
+
+def _require_text(config: Any, directory: Path) -> None:
+    if sees(config) or is_wrapper(config):
+        raise ConfigError(
+            f"--model {directory}: a {config.model_type} is more than a language model, which is compared"
+        )
+
+
 class TrainersModel:
     """One model. Places are `verl.mismatch.places`, values [tokens, width] on the CPU."""
 
     def __init__(self, directory: Path, dtype: str, *, exact: bool = False) -> None:
         """Raises ConfigError for a directory that transformers cannot load."""
-        try:
-            config = AutoConfig.from_pretrained(directory)
-            chosen = EXACT if exact else attention_implementation(config) or "sdpa"
-            _register(chosen)
-            auto: Any = AutoModelForCausalLM
-            self._model = auto.from_pretrained(
-                directory, dtype=getattr(torch, dtype), attn_implementation=f"{PROBE}_{chosen}"
-            ).eval()
-        except (OSError, ValueError, KeyError, ImportError) as exc:
-            raise ConfigError(
-                f"--model {directory}: transformers cannot load it: {' '.join(str(exc).split())}"
-            ) from exc
+        self._model = _loaded(directory, dtype, exact)
         if exact:
             agree(self._model)
-        self._modules = modules_of(self._model)
+        try:
+            self._modules = modules_of(self._model)
+        except LookupError as exc:
+            raise ConfigError(f"--model {directory}: {exc}") from exc
         self._head = self._model.get_output_embeddings()
         self.dtype: torch.dtype = self._model.dtype
         self.options: dict[str, dict[str, Any]] = {}
@@ -195,7 +212,7 @@ def picks(engine: Mapping[str, torch.Tensor], trainer: Mapping[str, torch.Tensor
     kinds: dict[str, list[str]] = {}
     for name in trainer:
         if name in engine and engine[name].shape == trainer[name].shape:
-            kinds.setdefault(_kind(name), []).append(name)
+            kinds.setdefault(kind_of(name), []).append(name)
     found = {}
     for names in kinds.values():
         pairs = [name for name in names if f"{name}+" in engine]
@@ -206,7 +223,8 @@ def picks(engine: Mapping[str, torch.Tensor], trainer: Mapping[str, torch.Tensor
     return {name: found[name] for name in trainer if name in found}
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """`name` without the number of its layer."""
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 

@@ -12,11 +12,9 @@ import pytest
 
 from tests.pictures import in_bytes, noise, row, write
 from verl.experimental.agent_loop.manager import AgentLoopManager
-from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
 from verl.trainer.config.loader import load_config
 from verl.trainer.ppo import requirements
 from verl.trainer.ppo.data import build_dataloaders
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.requirements import require_sight
 from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.seeing import make_tiny_seeing_model
@@ -52,17 +50,17 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
     monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     config = load_config([f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", *overrides])
     with pytest.raises(ConfigError, match="qwen2_5_vl, which sees,") as refusal:
-        require_sight(config, RayPPOTrainer)
+        require_sight(config)
     assert said in str(refusal.value)
 
 
 def test_adapters_are_taken(model: Path) -> None:
-    require_sight(load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO, LORA]), RayPPOTrainer)
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO, LORA]))
 
 
 def test_vllm_is_taken_where_torchvision_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "find_spec", lambda name: ModuleSpec(name, None))
-    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]), RayPPOTrainer)
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]))
 
 
 def test_positions_of_pictures_that_vllm_orders_otherwise_are_refused(
@@ -71,19 +69,12 @@ def test_positions_of_pictures_that_vllm_orders_otherwise_are_refused(
     monkeypatch.setattr(requirements, "find_spec", lambda name: ModuleSpec(name, None))
     path = make_tiny_seeing_model(tmp_path, "qwen3_vl")
     config = load_config([f"actor_rollout_ref.model.path={path}", GRPO])
-    require_sight(config, RayPPOTrainer)
+    require_sight(config)
     written = json.loads((path / "config.json").read_text())
     del written["text_config"]["rope_parameters"]["mrope_interleaved"]
     (path / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match=r"vLLM by a key: set text_config.rope_parameters.mrope_interleaved=true in"):
-        require_sight(config, RayPPOTrainer)
-
-
-def test_other_entry_modules_refuse_a_policy_that_sees(model: Path) -> None:
-    config = load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO])
-    require_sight(config, RayPPOTrainer)
-    with pytest.raises(ConfigError, match="with verl.trainer.main_ppo alone, not with OneStepOffPolicyTrainer"):
-        require_sight(config, OneStepOffPolicyTrainer)
+        require_sight(config)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
+import shutil
 import struct
 import tracemalloc
 import zlib
@@ -242,3 +244,33 @@ def test_a_picture_is_computed_once_while_there_is_room(one_model: Path) -> None
     first = processor.inputs([picture])["pixel_values"]
     Path(picture.path).unlink()
     assert torch.equal(processor.inputs([picture, picture])["pixel_values"], torch.cat([first, first]))
+
+
+def test_a_data_set_and_its_processor_go_to_other_processes(model: Path, tmp_path: Path) -> None:
+    data = dataset(model, write(tmp_path / "d.parquet", [row("<image>?", in_bytes(noise(8)))]))
+    pictures = data[0]["multi_modal_data"]["images"]
+    assert data.processor is not None
+    expected = data.processor.inputs(pictures)
+    copied = pickle.loads(pickle.dumps(data))  # noqa: S301 - what this test has written
+    assert len(pickle.dumps(data.processor)) < 10_000, "without its cache"
+    assert copied[0]["multi_modal_data"] == data[0]["multi_modal_data"]
+    found = copied.processor.inputs(copied[0]["multi_modal_data"]["images"])
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert copied.processor.digests(pictures) == data.processor.digests(pictures)
+
+
+def test_patches_that_another_process_made_otherwise_are_named(one_model: Path, tmp_path: Path) -> None:
+    processor, pictures = processor_of(one_model), [keep(noise(1)), keep(noise(2))]
+    first, second = digests = processor.digests(pictures)
+    assert first != second
+    processor.require_same(pictures, digests)
+    with pytest.raises(PictureError, match=f"made other patches of {pictures[0].path} than the trainer"):
+        processor.require_same(pictures, (second, first))
+    with pytest.raises(PictureError, match="the engine saw 0 pictures of a sample with 2"):
+        processor.require_same(pictures, ())
+    other = shutil.copytree(one_model, tmp_path / "other")
+    settings = json.loads((other / "preprocessor_config.json").read_text())
+    settings["image_std"] = [settings["image_std"][0] * (1 + 2.0**-20), *settings["image_std"][1:]]
+    (other / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert processor_of(other).digests(pictures)[0] != first
+    assert processor_of(one_model).digests(pictures)[0] == first

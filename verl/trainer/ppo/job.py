@@ -105,7 +105,7 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     require_engine_rotates_as_trainer(config)
     require_heads(config)
     require_text_of_wrapper(config)
-    require_sight(config, trainer_class)
+    require_sight(config)
     require_experts(config)
     adapters = shapes_of_adapters(config, model_path)
     policy = config.actor_rollout_ref.model.at(model_path)

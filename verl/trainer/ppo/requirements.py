@@ -142,7 +142,7 @@ def _interleaves_in_vllm(model: PretrainedConfig) -> bool:
     return bool(model.get_text_config().rope_parameters.get("mrope_interleaved"))
 
 
-def require_sight(config: PPOConfig, trainer_class: type, *, stood_in_for: bool = False) -> None:
+def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
     """For a multimodal policy: refuse settings that would drop its pictures or are untested. `stood_in_for`: a built-in
     model stands in for one, and its data have pictures."""
     policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
@@ -187,8 +187,6 @@ def require_sight(config: PPOConfig, trainer_class: type, *, stood_in_for: bool 
         )
     if needs_critic(config):
         raise ConfigError(f"{what} has not been tried with a critic, which would not see: set an estimator without one")
-    if not trainer_class.__module__.startswith("verl.trainer."):
-        raise ConfigError(f"{what} has been tried with verl.trainer.main_ppo alone, not with {trainer_class.__name__}")
 
 
 def _require_order_of_positions(engine: str, model: PretrainedConfig, what: str) -> None:

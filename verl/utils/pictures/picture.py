@@ -10,6 +10,7 @@ import binascii
 import hashlib
 import io
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ MOST_PIXELS = 2**26
 """8,192 x 8,192; below what PIL itself warns of."""
 MOST_NBYTES = 2**28
 """The most bytes of a file."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
 WORDS = ("bytes", "path", "image", "image_url")
 """Fields of a dict with the location of a picture; the first one that is not null counts."""
 
@@ -77,6 +79,18 @@ def keep(given: Any) -> Picture:
     raise PictureError(f"is {type(given).__name__}, neither bytes, path, data URL nor PIL image")
 
 
+def restored(path: str, digest: str) -> Picture:
+    """The picture that another process had there, in a checkpoint for instance: at its path, or in the present
+    `verl.envs.cache_dir()`. Raises PictureError where neither has it, or for what is no path and digest."""
+    if not (isinstance(path, str) and isinstance(digest, str) and DIGEST.fullmatch(digest)):
+        raise PictureError(f"is {path!r} with the digest {digest!r}")
+    places = (Path(path), _kept_at(digest))
+    for place in places:
+        if place.is_file():
+            return Picture(str(place), digest)
+    raise PictureError(f"is neither at {' nor at '.join(map(str, places))}")
+
+
 def _named(name: str) -> Picture:
     scheme = urlsplit(name).scheme.lower() if ":" in name else ""
     if scheme == "data":
@@ -110,7 +124,7 @@ def _stored(data: bytes) -> Picture:
     if len(data) > MOST_NBYTES:
         raise PictureError(f"has {len(data)} bytes, more than {MOST_NBYTES}")
     digest = hashlib.sha256(data).hexdigest()
-    path = envs.cache_dir().expanduser().absolute() / "pictures" / digest[:2] / digest
+    path = _kept_at(digest)
     try:
         if not path.is_file() or path.stat().st_size != len(data):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +134,10 @@ def _stored(data: bytes) -> Picture:
     except OSError as exc:
         raise PictureError(f"cannot be kept in {path.parent} ({exc}): set VERL_CACHE_DIR to a writable place") from exc
     return Picture(str(path), digest)
+
+
+def _kept_at(digest: str) -> Path:
+    return envs.cache_dir().expanduser().absolute() / "pictures" / digest[:2] / digest
 
 
 def _decoded(data: bytes) -> Image.Image:

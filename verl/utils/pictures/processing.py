@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 MOST_CACHED_NBYTES = 2**28
 BLANK_PIXELS = 56
+OF_ONE_PROCESS = ("_cache", "_cached_nbytes", "_made", "_lock", "_blank")
+"""Attributes that do not go to other processes."""
 
 
 class PictureProcessor:
     """The image processor of transformers that a model's directory names, computed by PIL: the same patches on every
-    host, with torchvision and without. May be used from several threads.
+    host, with torchvision and without. May be used from several threads, and passed to other processes.
 
-    Computes a picture once, and caches it by its digest while there is room.
+    Computes a picture once, and caches it by its digest while there is room. A copy begins with an empty cache.
     """
 
     def __init__(self, image_processor: Any, config: PretrainedConfig) -> None:
@@ -35,10 +37,22 @@ class PictureProcessor:
         self.other_id = int(self.token_id == 0)
         """A token of text."""
         self._merged = int(config.vision_config.spatial_merge_size) ** 2
+        self._begin_cache()
+
+    def _begin_cache(self) -> None:
         self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._cached_nbytes = 0
-        self._lock = threading.Lock()
+        self._made: dict[str, str] = {}
+        """By digest of a file: that of its patches."""
         self._blank: Picture | None = None
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in OF_ONE_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_cache()
 
     def num_tokens(self, picture: Picture) -> int:
         """The model's tokens for a picture, which is decoded. Raises PictureError if it is damaged or of a wrong
@@ -74,6 +88,27 @@ class PictureProcessor:
         each = [self._of(picture) for picture in pictures]
         return {name: torch.cat([one[name] for one in each]) for name in (each[0] if each else ())}
 
+    def digests(self, pictures: Sequence[Picture]) -> tuple[str, ...]:
+        """Of the model's inputs for each picture, to compare with those that another process makes of it.
+
+        Raises the errors of `inputs`.
+        """
+        for picture in pictures:
+            if picture.digest not in self._made:
+                self._of(picture)
+        return tuple(self._made[picture.digest] for picture in pictures)
+
+    def require_same(self, pictures: Sequence[Picture], digests: Sequence[str]) -> None:
+        """Raises PictureError unless `digests`, those of another process, are the `digests` of these pictures."""
+        if len(pictures) != len(digests):
+            raise PictureError(f"the engine saw {len(digests)} pictures of a sample with {len(pictures)}")
+        for picture, theirs, own in zip(pictures, digests, self.digests(pictures), strict=True):
+            if theirs != own:
+                raise PictureError(
+                    f"the engine made other patches of {picture.path} than the trainer: their hosts must have the same "
+                    "versions of pillow and transformers"
+                )
+
     def counts(self, image_grid_thw: torch.Tensor) -> torch.Tensor:
         """The number of the model's tokens for each picture, [pictures], from its grids [pictures, 3]."""
         return image_grid_thw.prod(-1) // self._merged
@@ -94,7 +129,9 @@ class PictureProcessor:
                 return found
         given = self._processor(images=[picture.open()], return_tensors="pt")
         made = {name: given[name] for name in ("pixel_values", "image_grid_thw")}
+        digest = _digest(made)
         with self._lock:
+            self._made[picture.digest] = digest
             if picture.digest not in self._cache:
                 self._cache[picture.digest] = made
                 self._cached_nbytes += _nbytes(made)
@@ -118,6 +155,16 @@ def load_processor(directory: str | Path, config: PretrainedConfig) -> PicturePr
     except (OSError, ValueError, ImportError, KeyError) as exc:
         why = str(exc).strip().splitlines()[0]
         raise ConfigError(f"the image processor in {directory} cannot be loaded: {why}") from exc
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def _nbytes(tensors: dict[str, torch.Tensor]) -> int:

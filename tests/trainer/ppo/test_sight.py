@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +16,18 @@ from verl.experimental.agent_loop.manager import AgentLoopManager
 from verl.trainer.config.loader import load_config
 from verl.trainer.ppo import requirements
 from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.job import local_critic
 from verl.trainer.ppo.requirements import require_sight
 from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.seeing import make_tiny_seeing_model
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config, load_tokenizer
 from verl.utils.pictures import load_processor
+from verl.workers.config import CriticConfig
 
 LORA = "actor_rollout_ref.model.lora_rank=4"
 HF, GRPO = "actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo"
+GAE = "algorithm.adv_estimator=gae"
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([HF, GRPO, "actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron"),
         ([GRPO, LORA, "actor_rollout_ref.model.lora.merge=false"], "lora.merge=false: set actor"),
         ([HF, GRPO, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "ulysses"),
-        ([HF, "algorithm.adv_estimator=gae"], "is no model for a critic"),
-        ([HF, "algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen2"], "with a critic, which would not"),
+        ([HF, GAE, "critic.strategy=megatron"], "with critic.strategy=megatron: set critic.strategy=fsdp2"),
     ],
 )
 def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
@@ -56,6 +59,26 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
 
 def test_adapters_are_taken(model: Path) -> None:
     require_sight(load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO, LORA]))
+
+
+def test_a_critic_sees_what_the_policy_sees(model: Path, tmp_path: Path) -> None:
+    def critic(*overrides: str) -> CriticConfig | None:
+        config = load_config([f"actor_rollout_ref.model.path={model}", HF, GAE, *overrides])
+        require_sight(config)
+        return local_critic(config, load_tokenizer(config.actor_rollout_ref.model), model, "cpu")
+
+    assert critic() is not None
+    other = shutil.copytree(model, tmp_path / "other")
+    found = critic(f"critic.model.path={other}")
+    assert found is not None
+    assert found.model.path == str(other)
+    text = make_tiny_model(tmp_path / "text", "qwen2")
+    with pytest.raises(ConfigError, match="critic.model.path=.*: qwen2 reads text alone, and the policy sees pictures"):
+        critic(f"critic.model.path={text}")
+    settings = json.loads((other / "preprocessor_config.json").read_text()) | {"image_mean": [0.1, 0.2, 0.3]}
+    (other / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="pictures do not become what the policy's do: image_mean differ"):
+        critic(f"critic.model.path={other}")
 
 
 def test_vllm_is_taken_where_torchvision_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

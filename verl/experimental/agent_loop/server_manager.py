@@ -274,7 +274,9 @@ class _Partial:
             self._log_probs += piece.log_probs
 
     def output(self, stop_reason: StopReason) -> TokenOutput:
-        return TokenOutput(self.token_ids, self._log_probs, stop_reason, tuple(self._spans), self._routes, self._seen)
+        return TokenOutput(
+            self.token_ids, self._log_probs, stop_reason, tuple(self._spans), self._routes, seen=self._seen
+        )
 
 
 def _first_line(exc: Exception) -> str:

@@ -165,6 +165,11 @@ def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
             f"rollout.kv_across_versions={policy.rollout.kv_across_versions}",
             "actor_rollout_ref.rollout.kv_across_versions=clear",
         ),
+        (
+            needs_critic(config) and config.critic.strategy == "megatron",
+            "critic.strategy=megatron",
+            "critic.strategy=fsdp2",
+        ),
         (policy.model.sends_adapters, f"{MODEL_KEY}.lora.merge=false", f"{MODEL_KEY}.lora.merge=true"),
         (
             policy.rollout.quantization is not None,
@@ -181,12 +186,6 @@ def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
     if not stood_in_for:
         _require_torchvision(config, what)
         _require_order_of_positions(policy.rollout.name, model, what)
-    if needs_critic(config) and config.critic.model.path is None:
-        raise ConfigError(
-            f"{what} is no model for a critic: set an estimator without one, such as algorithm.adv_estimator=grpo"
-        )
-    if needs_critic(config):
-        raise ConfigError(f"{what} has not been tried with a critic, which would not see: set an estimator without one")
 
 
 def _require_order_of_positions(engine: str, model: PretrainedConfig, what: str) -> None:

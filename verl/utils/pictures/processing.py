@@ -54,6 +54,15 @@ class PictureProcessor:
         vars(self).update(state)
         self._begin_cache()
 
+    def difference(self, other: PictureProcessor) -> list[str]:
+        """Names of the settings by which `other` makes other inputs of pictures; tokens count as settings."""
+        own, theirs = self._settings(), other._settings()
+        return sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+
+    def _settings(self) -> dict[str, Any]:
+        tokens = {"image_token_id": self.token_id, "spatial_merge_size squared": self._merged}
+        return dict(self._processor.to_dict()) | tokens
+
     def num_tokens(self, picture: Picture) -> int:
         """The model's tokens for a picture, which is decoded. Raises PictureError if it is damaged or of a wrong
         size."""

@@ -277,7 +277,7 @@ def _whole(head: Head, config: PretrainedConfig) -> Head:
 
 def _under(head: Head, whole: PretrainedConfig, model_config: HFModelConfig) -> PretrainedConfig:
     """Of the language model with `head` in a model of `whole`, which is changed unless that is a wrapper's."""
-    if head.config_fields and (is_wrapper(whole) or sees(whole)):
+    if head.config_fields and is_wrapper(whole):
         raise ConfigError(
             f"model.path={model_config.path}: {whole.model_type} has a language model inside of a larger one, and a "
             "critic is only made of a language model's own directory: give one, or an estimator without a critic"

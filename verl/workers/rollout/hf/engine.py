@@ -87,7 +87,7 @@ class Request:
         )
         log_probs = self.log_probs if self.sampling.logprobs else None
         routes = np.concatenate(self.routes) if self.routes else None
-        self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans, routes, self.seen))
+        self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans, routes, seen=self.seen))
 
     def add_routes(self, read: np.ndarray) -> None:
         """Add the routes of a step's tokens: one new token, or all tokens again, which keep their first routes."""

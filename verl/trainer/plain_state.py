@@ -40,7 +40,7 @@ def to_plain(value: Any) -> Any:
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return kind, [array.dtype.str, list(array.shape), array.tobytes()]
     if isinstance(value, Picture):
-        return "picture", [value.path, value.digest]
+        return "picture", [value.path, value.digest, *value.limits]
     for name, (cls, write, _) in _WRITTEN.items():
         if type(value) is cls:
             return name, write(value)

@@ -158,9 +158,9 @@ def local_critic(
         path = resolve_model_path(model.path)
         require_whole_files(path, "critic.model.path")
         tensors = weight_tensors(path, "critic.model.path")
-        require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
         hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))
         _require_same_sight(load_hf_config(config.actor_rollout_ref.model.at(policy)), policy, hf_config, path)
+        require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
         if is_wrapper(hf_config):
             raise ConfigError(
                 f"critic.model.path={path}: {hf_config.model_type} is more than a language model, and no model for a "

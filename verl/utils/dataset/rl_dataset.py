@@ -19,7 +19,15 @@ from verl.utils.dataset.files import KEYS, Rows
 from verl.utils.dataset.schema import RowError, is_empty_truth, sample
 from verl.utils.dataset.seen import in_files, with_pictures
 from verl.utils.dataset.settings import DataSettings
-from verl.utils.pictures import MULTI_MODAL_DATA, Picture, PictureError, PictureProcessor
+from verl.utils.pictures import (
+    MULTI_MODAL_DATA,
+    Picture,
+    PictureError,
+    PictureProcessor,
+    PixelLimits,
+    is_turned,
+    pixel_limits,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,8 +132,12 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """By agent: where the first of its samples with pictures is."""
         self._unusable: dict[int, str] = {}
         """By row: what is wrong with a picture of it, where such rows are dropped."""
+        self._turned: list[int] = []
+        """Rows with pictures that their files ask to turn, once for each."""
+        self._limits = self._limits_of_pixels()
         self._agents: list[str | None] = []
         self._check_rows()
+        self._warn_of_turned()
         self._sees = any(self._pictures)
         self._ids = self._tokenize(tokenizer)
         self._rows = self._fit(self._usable())
@@ -217,11 +229,19 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if self.processor is not None:
             key = self.config.image_key
             prompt, pictures = with_pictures(
-                prompt, item.get(key), prompt_key=self.prompt_key, image_key=key, has_column=key in item
+                prompt,
+                item.get(key),
+                prompt_key=self.prompt_key,
+                image_key=key,
+                has_column=key in item,
+                limits=self._limits,
             )
             for number, picture in enumerate(pictures):
                 try:
-                    counts.append(self.processor.num_tokens(picture))
+                    image = picture.open()
+                    counts.append(self.processor.num_tokens_of(image, picture.limits))
+                    if is_turned(image):
+                        self._turned.append(row)
                 except PictureError as exc:
                     if not self.filter_overlong_prompts:
                         raise RowError(f"picture {number} {exc}") from exc
@@ -232,6 +252,22 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._prompts.append(prompt)
         self._pictures.append(pictures)
         self._picture_tokens.append(counts)
+
+    def _limits_of_pixels(self) -> PixelLimits:
+        limits = pixel_limits(self.config.mm_processor_kwargs)
+        try:
+            return limits if self.processor is None else self.processor.limited(limits)
+        except ConfigError as exc:
+            raise ConfigError(f"data.mm_processor_kwargs: {exc}") from exc
+
+    def _warn_of_turned(self) -> None:
+        if self._turned:
+            logger.warning(
+                "%d pictures ask to be turned or mirrored by their EXIF orientation (first in %s): they are taken as "
+                "they are stored, as verl does; vLLM's own server and transformers' load_image turn them",
+                len(self._turned),
+                self._table.place(self._turned[0]),
+            )
 
     def _count(self, item: dict[str, Any], row: int) -> None:
         source = self.sources[item[self.config.reward_fn_key]]

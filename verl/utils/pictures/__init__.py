@@ -1,6 +1,6 @@
 """Pictures in prompts: their form between processes, and a model's inputs for them."""
 
-from verl.utils.pictures.picture import Picture, PictureError, keep, restored
+from verl.utils.pictures.picture import Picture, PictureError, PixelLimits, is_turned, keep, pixel_limits, restored
 from verl.utils.pictures.processing import PictureProcessor, load_processor
 
 MULTI_MODAL_DATA = "multi_modal_data"
@@ -14,7 +14,10 @@ __all__ = [
     "Picture",
     "PictureError",
     "PictureProcessor",
+    "PixelLimits",
+    "is_turned",
     "keep",
     "load_processor",
+    "pixel_limits",
     "restored",
 ]

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from verl.utils.config import ConfigError
 from verl.utils.language_model import sees
-from verl.utils.pictures.picture import Picture, PictureError, keep
+from verl.utils.pictures.picture import LIMITS, NO_LIMITS, Picture, PictureError, PixelLimits, keep
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
     from transformers import PretrainedConfig
 
 MOST_CACHED_NBYTES = 2**28
@@ -43,7 +44,7 @@ class PictureProcessor:
         self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._cached_nbytes = 0
         self._made: dict[str, str] = {}
-        """By digest of a file: that of its patches."""
+        """By `Picture.key`: the digest of its patches."""
         self._blank: Picture | None = None
         self._lock = threading.Lock()
 
@@ -66,12 +67,32 @@ class PictureProcessor:
     def num_tokens(self, picture: Picture) -> int:
         """The model's tokens for a picture, which is decoded. Raises PictureError if it is damaged or of a wrong
         size."""
-        image = picture.open()
+        return self.num_tokens_of(picture.open(), picture.limits)
+
+    def num_tokens_of(self, image: Image.Image, limits: PixelLimits = NO_LIMITS) -> int:
+        """The model's tokens for an image. Raises PictureError if it is of a wrong size."""
+        given = {name: value for name, value in zip(LIMITS, limits, strict=True) if value is not None}
         try:
-            patches = int(self._processor.get_number_of_image_patches(image.height, image.width, {}))
+            patches = int(self._processor.get_number_of_image_patches(image.height, image.width, given))
         except ValueError as exc:
             raise PictureError(f"has {image.width} x {image.height} pixels: {exc}") from exc
         return patches // self._merged
+
+    def limited(self, limits: PixelLimits) -> PixelLimits:
+        """`limits` as they are, with the model's own in the place of those that are not given. Raises ConfigError for a
+        processor that has no such limits, and where the fewest pixels are more than the most."""
+        if limits == NO_LIMITS:
+            return limits
+        size = dict(getattr(self._processor, "size", None) or {})
+        least, most = (
+            own if given is None else given
+            for given, own in zip(limits, (size.get("shortest_edge"), size.get("longest_edge")), strict=True)
+        )
+        if least is None or most is None or "min_pixels" not in self._processor.valid_kwargs.__annotations__:
+            raise ConfigError(f"{type(self._processor).__name__} has no limits of pixels")
+        if least > most:
+            raise ConfigError(f"min_pixels={least} are more than max_pixels={most}")
+        return PixelLimits(least, most)
 
     def expanded(self, token_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
         """The prompt with `counts` tokens per picture, from the chat template's, which has one token per picture.
@@ -103,9 +124,9 @@ class PictureProcessor:
         Raises the errors of `inputs`.
         """
         for picture in pictures:
-            if picture.digest not in self._made:
+            if picture.key not in self._made:
                 self._of(picture)
-        return tuple(self._made[picture.digest] for picture in pictures)
+        return tuple(self._made[picture.key] for picture in pictures)
 
     def require_same(self, pictures: Sequence[Picture], digests: Sequence[str]) -> None:
         """Raises PictureError unless `digests`, those of another process, are the `digests` of these pictures."""
@@ -133,16 +154,18 @@ class PictureProcessor:
 
     def _of(self, picture: Picture) -> dict[str, torch.Tensor]:
         with self._lock:
-            if (found := self._cache.get(picture.digest)) is not None:
-                self._cache.move_to_end(picture.digest)
+            if (found := self._cache.get(picture.key)) is not None:
+                self._cache.move_to_end(picture.key)
                 return found
-        given = self._processor(images=[picture.open()], return_tensors="pt")
+        least, most = picture.limits
+        scaled = {} if picture.limits == NO_LIMITS else {"size": {"shortest_edge": least, "longest_edge": most}}
+        given = self._processor(images=[picture.open()], return_tensors="pt", **scaled)
         made = {name: given[name] for name in ("pixel_values", "image_grid_thw")}
         digest = _digest(made)
         with self._lock:
-            self._made[picture.digest] = digest
-            if picture.digest not in self._cache:
-                self._cache[picture.digest] = made
+            self._made[picture.key] = digest
+            if picture.key not in self._cache:
+                self._cache[picture.key] = made
                 self._cached_nbytes += _nbytes(made)
             while self._cached_nbytes > MOST_CACHED_NBYTES and len(self._cache) > 1:
                 self._cached_nbytes -= _nbytes(self._cache.popitem(last=False)[1])

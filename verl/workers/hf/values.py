@@ -88,6 +88,6 @@ def _value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         "_keys_to_ignore_on_load_unexpected": ignored_patterns(causal),
     }
     made: type[PreTrainedModel] = type(f"{body.__name__}ForTokenValues", (_TokenValues, family), fields)
-    if (rules := get_checkpoint_conversion_mapping(causal.__name__)) is not None:
+    if (rules := get_checkpoint_conversion_mapping(causal.__name__)) is not None:  # type: ignore[no-untyped-call]
         register_checkpoint_conversion_mapping(made.__name__, rules, overwrite=True)
     return made

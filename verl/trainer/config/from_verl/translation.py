@@ -162,7 +162,8 @@ def _judge(key: str, value: Any, rule: Rule | None, result: Translation, at: Any
         costs = rule.costs is not None and rule.costs(value, at)
         result.notes.append(Note(key=key, value=value, why=rule.why, costs=costs))
     elif is_verls_default(key, value) and not _of_another_mode(key, value, rule):
-        result.notes.append(Note(key=key, value=value, why="verl's default, as if it were not there"))
+        why = (isinstance(rule, NoEffect) and rule.default) or "verl's default, as if it were not there"
+        result.notes.append(Note(key=key, value=value, why=why))
     elif isinstance(rule, NoEffect):
         result.problems.append(f"verl key {key!r} is not supported here with {written(value)}: {rule.otherwise}")
     elif rule is not None:

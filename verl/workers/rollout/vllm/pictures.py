@@ -39,5 +39,5 @@ def prompt_with(token_ids: Sequence[int], pictures: Sequence[Picture], processor
         "image_grid_thw": MultiModalFieldConfig.batched(MODALITY, keep_on_cpu=True),
     }
     items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(given), fields)
-    digests = [picture.digest for picture in pictures]
-    return mm_input(ids, items, {MODALITY: digests}, {MODALITY: places})
+    keys = [picture.key for picture in pictures]
+    return mm_input(ids, items, {MODALITY: keys}, {MODALITY: places})

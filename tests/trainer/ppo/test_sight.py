@@ -13,7 +13,7 @@ import pytest
 
 from tests.pictures import in_bytes, noise, row, write
 from verl.experimental.agent_loop.manager import AgentLoopManager
-from verl.trainer.config.loader import load_config
+from verl.trainer.config.loader import load_config, resolve_config
 from verl.trainer.ppo import requirements
 from verl.trainer.ppo.data import build_dataloaders
 from verl.trainer.ppo.job import local_critic
@@ -152,3 +152,14 @@ def test_the_size_of_patches_is_that_of_the_model(model: Path) -> None:
     load_config([of_model, "data.image_patch_size=14"])
     with pytest.raises(ConfigError, match="with 16: the patches of the model have another size"):
         load_config([of_model, "data.image_patch_size=16"])
+
+
+def test_verls_default_size_of_patches_is_told_of_where_it_is_not_the_models(tmp_path: Path) -> None:
+    path = make_tiny_seeing_model(tmp_path, "qwen3_vl")
+    settings = json.loads((path / "config.json").read_text())
+    settings["vision_config"]["patch_size"] = 16
+    (path / "config.json").write_text(json.dumps(settings))
+    of_model = f"actor_rollout_ref.model.path={path}"
+    (note,) = [each for each in resolve_config([of_model, "data.image_patch_size=14"]).notes if "patch" in each.key]
+    assert "the patches of the model have another size" in note.why
+    assert not resolve_config([of_model, "data.image_patch_size=16"]).problems

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl import __version__, envs
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.checkpoint_engine.support.console import log_to_console
 from verl.trainer.config.checking import Checked, grouped, noted, on_its_device
 from verl.trainer.config.checks.algorithms import warnings
 from verl.trainer.config.help import print_help
@@ -85,6 +86,7 @@ def run_hydra(
         config = usable(resolved, adapt)
         if arguments.supervised:
             command = [sys.executable, *(word for word in sys.orig_argv[1:] if word != "--supervised")]
+            log_to_console()
             sys.exit(Supervisor(command, config.trainer).run())
         with composed_as(resolved.composed):
             main(config)

@@ -82,7 +82,7 @@ def test_samples_of_a_checkpoint_keep_their_pictures(
     tmp_path: Path,
 ) -> None:
     run = fully_async(tmp_path, *overrides(files), *STALE)
-    state = CheckpointDirectory(run.out).read(run.out / "global_step_1").dataloader["rollouter"]
+    state = CheckpointDirectory.read(run.out / "global_step_1").dataloader["rollouter"]
     assert "('picture', " in str((state["queued"], state["in_flight"]))
     shutil.rmtree(run.out / f"global_step_{STEPS}")
     shutil.rmtree(run.out / "global_step_2")

@@ -60,7 +60,7 @@ class Settings:
     new_tokens: int = NEW_TOKENS
     exact: bool = False
     """The engine computes as with `rollout.exact=true`, and no bit may differ."""
-    kept: Sequence[Sequence[float] | None] = ()
+    kept: Sequence[Sequence[float | None] | None] = ()
     """Log-probs of the responses that an engine gave them before, where they are known."""
 
 

@@ -1,14 +1,17 @@
 import datetime
 import io
+import shutil
 from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from verl.protocol import DataProto
 from verl.trainer.plain_state import from_plain, to_plain
 from verl.utils.config import ConfigError
+from verl.utils.pictures import keep
 
 
 def through_a_file(value):
@@ -62,6 +65,21 @@ def test_a_batch_comes_back_as_it_was():
     assert back.meta_info == batch.meta_info
 
 
+def test_pictures_come_back_wherever_their_bytes_are_kept_now(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path / "before"))
+    picture = keep(Image.new("RGB", (30, 30), "red"))
+    sample = {"multi_modal_data": [{"images": [picture]}, {"images": []}]}
+    batch = DataProto.from_dict({}, sample)
+    assert through_a_file(batch).non_tensor_batch["multi_modal_data"].tolist() == sample["multi_modal_data"]
+    shutil.move(tmp_path / "before", tmp_path / "now")
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path / "now"))
+    (found,) = through_a_file(batch).non_tensor_batch["multi_modal_data"][0]["images"]
+    assert (found.digest, found.open().getpixel((3, 3))) == (picture.digest, (255, 0, 0))
+    monkeypatch.setenv("VERL_CACHE_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=f"a picture of the checkpoint's samples is neither at {picture.path} nor at"):
+        through_a_file(batch)
+
+
 class Custom:
     def __str__(self):
         return "a thing"
@@ -75,6 +93,7 @@ def test_what_cannot_be_kept_is_named():
 @pytest.mark.parametrize(
     "value",
     [(), (1,), ("x", 1), ("dict", 3), ("dict", [1]), ("batch", [1]), ("array", ["<i4", [3], b"123"]), ("tensor", 1)]
+    + [("picture", 1), ("picture", ["x"])]
     + [("datetime", "x"), ("decimal", "x"), ("array", ["O", [1], b"12345678"]), {"dict": 1}, [[]], ("dict", [([], 1)])],
     ids=repr,
 )

@@ -76,7 +76,7 @@ def not_exact(places: Sequence[Place]) -> list[Cause]:
     ]
 
 
-def another_version(recording: Recording, kept: Sequence[Sequence[float] | None]) -> list[Cause]:
+def another_version(recording: Recording, kept: Sequence[Sequence[float | None] | None]) -> list[Cause]:
     """Whether log-probs of the responses that an engine gave before are others than those of the files' weights."""
     differences = []
     for tokens, prompt, scores, before in zip(

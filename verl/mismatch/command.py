@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from verl import envs
 from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError
 from verl.checkpoint_engine.support.console import log_to_console
 from verl.checkpoint_engine.support.lifetime import kill_children
@@ -60,7 +61,7 @@ class Settings:
     new_tokens: int = NEW_TOKENS
     exact: bool = False
     """The engine computes as with `rollout.exact=true`, and no bit may differ."""
-    kept: Sequence[Sequence[float] | None] = ()
+    kept: Sequence[Sequence[float | None] | None] = ()
     """Log-probs of the responses that an engine gave them before, where they are known."""
 
 
@@ -86,6 +87,7 @@ def started(settings: Settings, extension: type[Probe] | None = None) -> Iterato
     wide.widen()
     longest = max((len(prompt) + len(response) for prompt, response in settings.sequences), default=max(PROMPT_LENGTHS))
     _require_room(settings, model, longest)
+    os.environ["VLLM_LOGGING_LEVEL"] = envs.vllm_logging_level("ERROR")
     try:
         from verl.mismatch.engine import ProbedEngine
         from verl.mismatch.worker import Probe

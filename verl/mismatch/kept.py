@@ -24,8 +24,8 @@ class KeptStep:
 
     model: Path
     sequences: list[tuple[list[int], list[int]]]
-    log_probs: list[list[float] | None]
-    """The run's engine's, of each sequence."""
+    log_probs: list[list[float | None] | None]
+    """The run's engine's, of each sequence; None for what no policy generated."""
     temperature: float
     top_p: float
     top_k: int
@@ -39,7 +39,8 @@ def kept_step(run: Path, step: int) -> KeptStep:
         raise ConfigError(f"{run} is no directory of a run")
     model = run / f"global_step_{step}" / "actor" / "huggingface"
     if not (model / "config.json").is_file() or not list(model.glob("*.safetensors")):
-        kept = sorted(int(path.name.rpartition("_")[2]) for path in run.glob("global_step_*"))
+        names = [path.name.removeprefix("global_step_") for path in run.glob("global_step_*")]
+        kept = sorted(int(name) for name in names if name.isdigit())
         raise ConfigError(
             f"{model} has no weights; checkpoints: {', '.join(map(str, kept)) or 'none'}. "
             "actor_rollout_ref.actor.checkpoint.save_contents must have hf_model, and trainer.save_freq keep the step"
@@ -49,7 +50,7 @@ def kept_step(run: Path, step: int) -> KeptStep:
     return KeptStep(
         model=model,
         sequences=[(row["prompt_ids"], row["response_ids"]) for row in rows],
-        log_probs=[row.get("log_probs") for row in rows],
+        log_probs=[_generated(row) for row in rows],
         temperature=float(rollout.get("temperature", 1.0)),
         top_p=float(rollout.get("top_p", 1.0)),
         top_k=int(rollout.get("top_k", -1)),
@@ -81,6 +82,13 @@ def _samples(run: Path, step: int) -> list[Mapping[str, Any]]:
             f"keeps them, mostly in the file of step {step + 1}"
         )
     return found[:MOST_SAMPLES]
+
+
+def _generated(row: Mapping[str, Any]) -> list[float | None] | None:
+    if not row.get("log_probs"):
+        return None
+    pairs = zip(row["log_probs"], row["versions"], strict=True)
+    return [None if version == INSERTED else log_prob for log_prob, version in pairs]
 
 
 def _rollout(path: Path) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
+from verl.utils.pictures import Picture, PictureError, restored
 
 _AS_THEY_ARE = (type(None), bool, int, float, str, bytes)
 
@@ -38,6 +39,8 @@ def to_plain(value: Any) -> Any:
         array = np.asarray(value)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return kind, [array.dtype.str, list(array.shape), array.tobytes()]
+    if isinstance(value, Picture):
+        return "picture", [value.path, value.digest, *value.limits]
     for name, (cls, write, _) in _WRITTEN.items():
         if type(value) is cls:
             return name, write(value)
@@ -45,12 +48,17 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain`. Raises ConfigError for anything that it does not return."""
+    """The inverse of `to_plain`. Raises ConfigError for anything that it does not return, and for a picture whose file
+    is gone."""
     if type(value) in _AS_THEY_ARE:
         return value
     try:
         kind, content = value
         return _READ[kind](content)
+    except ConfigError:  # of a part
+        raise
+    except PictureError as exc:
+        raise ConfigError(f"a picture of the checkpoint's samples {exc}") from exc
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as exc:
         raise ConfigError(f"the checkpoint holds something that is no part of a batch: {str(value)[:80]!r}") from exc
 
@@ -101,5 +109,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "objects": _objects,
     "array": _array,
     "scalar": lambda content: _array(content)[()],
+    "picture": lambda content: restored(*content),
     **{name: read for name, (_, _, read) in _WRITTEN.items()},
 }

@@ -10,12 +10,13 @@ from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
 NO_WEIGHTS = NoWeights("server has no weights")
 
 
-def said(token_ids, stop_reason="completed", *, version=0, log_prob=-0.5):
+def said(token_ids, stop_reason="completed", *, version=0, log_prob=-0.5, seen=()):
     return TokenOutput(
         list(token_ids),
         None if log_prob is None else [log_prob] * len(token_ids),
         stop_reason,
         (WeightVersionSpan(0, len(token_ids), version),) if token_ids else (),
+        seen=seen,
     )
 
 
@@ -40,7 +41,7 @@ class ScriptedServer:
             most_in_flight=0,
         )
 
-    async def generate(self, prompt_ids, sampling, request_id, cache=None):
+    async def generate(self, prompt_ids, sampling, request_id, pictures=(), cache=None):
         now = self.now
         now.caches.append(cache)
         now.calls.append((list(prompt_ids), sampling, request_id))

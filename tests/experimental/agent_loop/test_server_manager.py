@@ -10,7 +10,8 @@ from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.scripted_server import NO_WEIGHTS, said
 from verl.experimental.agent_loop import ServerManager
 from verl.experimental.agent_loop.server_manager import Sample
-from verl.workers.rollout.errors import ReplicaDied, ReplicaTimeout
+from verl.utils.pictures import Picture
+from verl.workers.rollout.errors import ReplicaDied, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import SamplingOptions, WeightVersionSpan
 
 PROMPT = [65, 66]
@@ -111,6 +112,16 @@ async def test_another_server_is_not_asked_for_a_cache(start_server):
     await manager.generate("sibling", PROMPT, SAMPLING, sample=sample)
     held.cancel()
     assert (await second.seen.remote())["caches"] == [None]
+
+
+async def test_a_continued_response_sees_the_same_pictures_or_none(start_server):
+    pictures = [Picture("/p", "0" * 64)]
+    server = start_server(said([1], "aborted", seen=("a",)), said([2], seen=("a",)))
+    output = await ServerManager([server], timeout_s=120).generate("a", PROMPT, SAMPLING, image_data=pictures)
+    assert (output.token_ids, output.seen) == ([1, 2], ("a",))
+    server = start_server(said([1], "aborted", seen=("a",)), said([2], seen=("b",)))
+    with pytest.raises(RolloutError, match="two engines made different patches"):
+        await ServerManager([server], timeout_s=120).generate("a", PROMPT, SAMPLING, image_data=pictures)
 
 
 async def test_an_abort_at_the_end_of_the_budget_is_length(start_server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,23 +12,22 @@ from typing import Any
 import pytest
 
 from tests.pictures import in_bytes, noise, row, write
-from tests.seeing import make_seeing
 from verl.experimental.agent_loop.manager import AgentLoopManager
-from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
-from verl.trainer.config.loader import load_config
+from verl.trainer.config.loader import load_config, resolve_config
 from verl.trainer.ppo import requirements
 from verl.trainer.ppo.data import build_dataloaders
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.job import local_critic
 from verl.trainer.ppo.requirements import require_sight
 from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.seeing import make_tiny_seeing_model
 from verl.utils.config import ConfigError
-from verl.utils.language_model import sees
 from verl.utils.model import load_hf_config, load_tokenizer
 from verl.utils.pictures import load_processor
+from verl.workers.config import CriticConfig
 
 LORA = "actor_rollout_ref.model.lora_rank=4"
 HF, GRPO = "actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo"
+GAE = "algorithm.adv_estimator=gae"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([HF, GRPO, "actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron"),
         ([GRPO, LORA, "actor_rollout_ref.model.lora.merge=false"], "lora.merge=false: set actor"),
         ([HF, GRPO, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"], "ulysses"),
-        ([HF, "algorithm.adv_estimator=gae"], "is no model for a critic"),
-        ([HF, "algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen2"], "with a critic, which would not"),
+        ([HF, GAE, "critic.strategy=megatron"], "with critic.strategy=megatron: set critic.strategy=fsdp2"),
     ],
 )
 def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
@@ -54,50 +53,37 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
     monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     config = load_config([f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", *overrides])
     with pytest.raises(ConfigError, match="qwen2_5_vl, which sees,") as refusal:
-        require_sight(config, RayPPOTrainer)
+        require_sight(config)
     assert said in str(refusal.value)
 
 
-def test_a_multimodal_checkpoint_sees_where_that_is_asked_for(tmp_path: Path) -> None:
-    model = make_seeing(tmp_path / "gemma3", "gemma3")
-    given = [f"actor_rollout_ref.model.path={model}", HF, GRPO]
-    whole = [*given, "actor_rollout_ref.model.language_model_only=false"]
-    for overrides, is_seen in ((given, False), (whole, True)):
-        config = load_config(overrides)
-        require_sight(config, RayPPOTrainer)
-        assert sees(load_hf_config(config.actor_rollout_ref.model)) is is_seen
-    for more, said in (
-        ("actor_rollout_ref.rollout.name=vllm", "has not been tried with pictures in vLLM: set"),
-        ("actor_rollout_ref.actor.strategy=fsdp", "of which a part of its tower would be lost"),
-    ):
-        with pytest.raises(ConfigError, match="gemma3, which sees,") as refusal:
-            require_sight(load_config([*whole, more]), RayPPOTrainer)
-        assert said in str(refusal.value)
-    with pytest.raises(ConfigError, match="the model reads text alone"):
-        load_config([*given, "data.image_key=images"])
-    assert load_config([*whole, "data.image_key=images"]).data.image_key == "images"
-
-
-def test_a_model_of_which_the_wanted_part_is_not_trained_is_refused(model: Path, tmp_path: Path) -> None:
-    text = make_tiny_model(tmp_path, "qwen2")
-    for path, only, said in (
-        (text, "false", "language_model_only=false, and qwen2 is not trained with pictures"),
-        (model, "true", "language_model_only=true, and qwen2_5_vl is only trained as a whole"),
-    ):
-        config = load_config(
-            [f"actor_rollout_ref.model.path={path}", f"actor_rollout_ref.model.language_model_only={only}", HF, GRPO]
-        )
-        with pytest.raises(ConfigError, match=said):
-            require_sight(config, RayPPOTrainer)
-
-
 def test_adapters_are_taken(model: Path) -> None:
-    require_sight(load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO, LORA]), RayPPOTrainer)
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO, LORA]))
+
+
+def test_a_critic_sees_what_the_policy_sees(model: Path, tmp_path: Path) -> None:
+    def critic(*overrides: str) -> CriticConfig | None:
+        config = load_config([f"actor_rollout_ref.model.path={model}", HF, GAE, *overrides])
+        require_sight(config)
+        return local_critic(config, load_tokenizer(config.actor_rollout_ref.model), model, "cpu")
+
+    assert critic() is not None
+    other = shutil.copytree(model, tmp_path / "other")
+    found = critic(f"critic.model.path={other}")
+    assert found is not None
+    assert found.model.path == str(other)
+    text = make_tiny_model(tmp_path / "text", "qwen2")
+    with pytest.raises(ConfigError, match="critic.model.path=.*: qwen2 reads text alone, and the policy sees pictures"):
+        critic(f"critic.model.path={text}")
+    settings = json.loads((other / "preprocessor_config.json").read_text()) | {"image_mean": [0.1, 0.2, 0.3]}
+    (other / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="pictures do not become what the policy's do: image_mean differ"):
+        critic(f"critic.model.path={other}")
 
 
 def test_vllm_is_taken_where_torchvision_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "find_spec", lambda name: ModuleSpec(name, None))
-    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]), RayPPOTrainer)
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]))
 
 
 def test_positions_of_pictures_that_vllm_orders_otherwise_are_refused(
@@ -106,19 +92,12 @@ def test_positions_of_pictures_that_vllm_orders_otherwise_are_refused(
     monkeypatch.setattr(requirements, "find_spec", lambda name: ModuleSpec(name, None))
     path = make_tiny_seeing_model(tmp_path, "qwen3_vl")
     config = load_config([f"actor_rollout_ref.model.path={path}", GRPO])
-    require_sight(config, RayPPOTrainer)
+    require_sight(config)
     written = json.loads((path / "config.json").read_text())
     del written["text_config"]["rope_parameters"]["mrope_interleaved"]
     (path / "config.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match=r"vLLM by a key: set text_config.rope_parameters.mrope_interleaved=true in"):
-        require_sight(config, RayPPOTrainer)
-
-
-def test_other_entry_modules_refuse_a_policy_that_sees(model: Path) -> None:
-    config = load_config([f"actor_rollout_ref.model.path={model}", HF, GRPO])
-    require_sight(config, RayPPOTrainer)
-    with pytest.raises(ConfigError, match="with verl.trainer.main_ppo alone, not with OneStepOffPolicyTrainer"):
-        require_sight(config, OneStepOffPolicyTrainer)
+        require_sight(config)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +152,14 @@ def test_the_size_of_patches_is_that_of_the_model(model: Path) -> None:
     load_config([of_model, "data.image_patch_size=14"])
     with pytest.raises(ConfigError, match="with 16: the patches of the model have another size"):
         load_config([of_model, "data.image_patch_size=16"])
+
+
+def test_verls_default_size_of_patches_is_told_of_where_it_is_not_the_models(tmp_path: Path) -> None:
+    path = make_tiny_seeing_model(tmp_path, "qwen3_vl")
+    settings = json.loads((path / "config.json").read_text())
+    settings["vision_config"]["patch_size"] = 16
+    (path / "config.json").write_text(json.dumps(settings))
+    of_model = f"actor_rollout_ref.model.path={path}"
+    (note,) = [each for each in resolve_config([of_model, "data.image_patch_size=14"]).notes if "patch" in each.key]
+    assert "the patches of the model have another size" in note.why
+    assert not resolve_config([of_model, "data.image_patch_size=16"]).problems

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import pickle
+import shutil
 import struct
 import tracemalloc
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,13 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoImageProcessor
 
 from tests.pictures import encoded, in_bytes, noise, row, write
 from verl.utils.builtin.seeing import ARCHITECTURES, PICTURE, make_tiny_seeing_model
 from verl.utils.config import ConfigError
 from verl.utils.dataset import RLHFDataset
-from verl.utils.pictures import Picture, PictureError, PictureProcessor, keep, load_processor
+from verl.utils.pictures import Picture, PictureError, PictureProcessor, keep, load_processor, pixel_limits
 from verl.workers.config import DataConfig
 
 
@@ -242,3 +247,191 @@ def test_a_picture_is_computed_once_while_there_is_room(one_model: Path) -> None
     first = processor.inputs([picture])["pixel_values"]
     Path(picture.path).unlink()
     assert torch.equal(processor.inputs([picture, picture])["pixel_values"], torch.cat([first, first]))
+
+
+def test_a_data_set_and_its_processor_go_to_other_processes(model: Path, tmp_path: Path) -> None:
+    data = dataset(model, write(tmp_path / "d.parquet", [row("<image>?", in_bytes(noise(8)))]))
+    pictures = data[0]["multi_modal_data"]["images"]
+    assert data.processor is not None
+    expected = data.processor.inputs(pictures)
+    copied = pickle.loads(pickle.dumps(data))
+    assert len(pickle.dumps(data.processor)) < 10_000, "without its cache"
+    assert copied[0]["multi_modal_data"] == data[0]["multi_modal_data"]
+    found = copied.processor.inputs(copied[0]["multi_modal_data"]["images"])
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert copied.processor.digests(pictures) == data.processor.digests(pictures)
+
+
+def test_patches_that_another_process_made_otherwise_are_named(one_model: Path, tmp_path: Path) -> None:
+    processor, pictures = processor_of(one_model), [keep(noise(1)), keep(noise(2))]
+    first, second = digests = processor.digests(pictures)
+    assert first != second
+    processor.require_same(pictures, digests)
+    with pytest.raises(PictureError, match=f"made other patches of {pictures[0].path} than the trainer"):
+        processor.require_same(pictures, (second, first))
+    with pytest.raises(PictureError, match="the engine saw 0 pictures of a sample with 2"):
+        processor.require_same(pictures, ())
+    other = shutil.copytree(one_model, tmp_path / "other")
+    settings = json.loads((other / "preprocessor_config.json").read_text())
+    settings["image_std"] = [settings["image_std"][0] * (1 + 2.0**-20), *settings["image_std"][1:]]
+    (other / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert processor_of(other).digests(pictures)[0] != first
+    assert processor_of(one_model).digests(pictures)[0] == first
+
+
+SIZES = [(300, 400), (28, 28), (84, 56), (900, 120)]
+
+
+@pytest.mark.parametrize(
+    "given", [{"max_pixels": 6_000}, {"min_pixels": 8_000}, {"min_pixels": 10_000, "max_pixels": 15_000}], ids=str
+)
+def test_limits_of_pixels_give_the_tokens_and_patches_of_transformers_with_them(
+    model: Path, tmp_path: Path, given: dict[str, int]
+) -> None:
+    """And in the processor of another process, which is told of no limits but by the picture."""
+    images = [noise(number, *size) for number, size in enumerate(SIZES)]
+    file = write(tmp_path / "d.parquet", [row("<image>" * len(images), in_bytes(*images))])
+    data = dataset(model, file, mm_processor_kwargs=given, max_prompt_length=2000)
+    pictures = data[0]["multi_modal_data"]["images"]
+    alone: Any = AutoImageProcessor.from_pretrained(model, backend="pil")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        expected = alone(images=images, return_tensors="pt", **given)
+    found = processor_of(model).inputs(pictures)
+    assert torch.equal(found["pixel_values"], expected["pixel_values"])
+    assert torch.equal(found["image_grid_thw"], expected["image_grid_thw"])
+    tokens = data[0]["prompt_ids"].count(processor_of(model).token_id)
+    assert tokens == int(expected["image_grid_thw"].prod(-1).sum()) // alone.merge_size**2
+    plain = dataset(model, file, max_prompt_length=2000)[0]["multi_modal_data"]["images"]
+    assert all(one.digest == other.digest and one.key != other.key for one, other in zip(pictures, plain, strict=True))
+    assert content_of(data[0])[0]["image"] == pictures[0]
+
+
+def content_of(item: dict[str, Any]) -> Any:
+    return item["raw_prompt"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"size": {"shortest_edge": 10_000, "longest_edge": 15_000}},
+        {"images_kwargs": {"min_pixels": 10_000}, "max_pixels": 15_000},
+        {"min_pixels": 10_000, "max_pixels": 15_000, "fps": None},
+    ],
+    ids=str,
+)
+def test_limits_of_pixels_are_spelled_as_transformers_spells_them(given: dict[str, Any]) -> None:
+    assert pixel_limits(given) == (10_000, 15_000)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fps": 2}, "data.mm_processor_kwargs.fps=2: models see pictures here, and no videos"),
+        ({"do_resize": False}, "do_resize=False: only min_pixels and max_pixels are known"),
+        ({"size": {"height": 9}}, "size.height=9: only min_pixels"),
+        ({"max_pixels": "many"}, "max_pixels=many: give a number of pixels, at least 1"),
+        ({"max_pixels": 0}, "max_pixels=0: give a number"),
+        ({"min_pixels": 9, "max_pixels": 8}, "min_pixels=9 are more than max_pixels=8"),
+    ],
+)
+def test_what_a_processor_is_not_told_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DataConfig(mm_processor_kwargs=given)
+
+
+def test_limits_that_do_not_fit_those_of_the_model_are_refused(one_model: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "d.parquet", [row("<image>?", in_bytes(noise()))])
+    with pytest.raises(ConfigError, match="data.mm_processor_kwargs: min_pixels=.* are more than max_pixels=9"):
+        dataset(one_model, file, mm_processor_kwargs={"max_pixels": 9})
+
+
+def palette(transparency: int | None = None) -> Image.Image:
+    image = Image.new("P", (60, 60), 0)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    return image if transparency is None else Image.open(io.BytesIO(saved(image, "PNG", transparency=transparency)))
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    written = io.BytesIO()
+    image.save(written, format=kind, **options)
+    return written.getvalue()
+
+
+def turned() -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+KINDS = {
+    "turned by EXIF": saved(noise(1, 60, 90), "JPEG", exif=turned()),
+    "CMYK": saved(noise(1).convert("CMYK"), "JPEG"),
+    "palette": saved(palette(), "PNG"),
+    "transparent palette": saved(palette(), "PNG", transparency=0),
+    "transparent grey": saved(Image.new("LA", (60, 60), (90, 0)), "PNG"),
+    "transparent colour": saved(Image.new("RGB", (60, 60), (9, 8, 7)), "PNG", transparency=(9, 8, 7)),
+    "black and white": saved(noise(1).convert("1"), "PNG"),
+    "grey": saved(noise(1).convert("L"), "BMP"),
+    "animated": saved(noise(1), "GIF", save_all=True, append_images=[noise(2)]),
+    "WEBP": saved(noise(1), "WEBP", lossless=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_of_any_kind_is_what_transformers_processor_alone_makes_of_it(kind: str, one_model: Path) -> None:
+    """Which turns nothing. RGBA alone is another thing: see above."""
+    alone: Any = AutoImageProcessor.from_pretrained(one_model, backend="pil")
+    expected = alone(images=[Image.open(io.BytesIO(KINDS[kind]))], return_tensors="pt")
+    found = processor_of(one_model).inputs([keep(KINDS[kind])])
+    assert torch.equal(found["image_grid_thw"], expected["image_grid_thw"])
+    assert torch.equal(found["pixel_values"], expected["pixel_values"])
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV", "LAB", "PA", "P", "1"])
+def test_an_image_of_pil_in_any_mode_is_its_colours(mode: str) -> None:
+    given = Image.new("RGB", (30, 30), (10, 200, 30)).convert("LA" if mode == "PA" else "RGB")
+    given = given.convert(mode) if mode != "LAB" else Image.new("LAB", (30, 30), (10, 20, 30))
+    assert np.array_equal(np.asarray(keep(given).open()), np.asarray(given.convert("RGB")))
+
+
+UNUSABLE: dict[str, tuple[Any, str]] = {
+    "16-bit grey": (
+        saved(Image.fromarray(np.full((30, 30), 30_000, np.uint16)), "PNG"),
+        "has values of more than 8 bits .mode I;16",
+    ),
+    "empty": (b"", "is damaged, or none of"),
+    "truncated": (saved(noise(1), "JPEG")[:900], "is damaged, or none of"),
+    "truncated GIF": (saved(noise(1), "GIF")[:200], "is damaged, or none of"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_what_no_processor_reads_right_is_refused_with_its_row(kind: str, one_model: Path, tmp_path: Path) -> None:
+    data, said = UNUSABLE[kind]
+    file = write(tmp_path / "some.parquet", [row("<image>?", in_bytes(noise())), row("<image>?", [{"bytes": data}])])
+    with pytest.raises(ConfigError, match=f"data.train_files: row 1 of .*some.parquet: picture 0 {said}"):
+        dataset(one_model, file)
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        (Image.new("RGB", (0, 5)), "cannot be kept as PNG: ValueError: cannot write empty image"),
+        (Image.new("LA", (9, 9)).convert("La"), "cannot be kept as PNG: ValueError: conversion from La to L not"),
+        (Image.fromarray(np.full((9, 9), 0.5, np.float32)), "more than 8 bits .mode F., of which"),
+        (Image.fromarray(np.full((9, 9), 70_000, np.int32)), "more than 8 bits .mode I., of which"),
+    ],
+    ids=["zero-size", "premultiplied", "float", "int"],
+)
+def test_an_image_of_pil_that_cannot_be_kept_is_refused(image: Image.Image, said: str) -> None:
+    with pytest.raises(PictureError, match=said):
+        keep(image)
+
+
+def test_pictures_that_ask_to_be_turned_are_told_of(
+    one_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [row("<image>?", in_bytes(noise())), row("<image>?", [{"bytes": KINDS["turned by EXIF"]}])]
+    dataset(one_model, write(tmp_path / "d.parquet", rows))
+    assert "1 pictures ask to be turned or mirrored by their EXIF orientation (first in row 1 of" in caplog.text

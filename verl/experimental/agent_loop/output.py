@@ -52,6 +52,8 @@ class AgentLoopOutput:
     """Further entries of the reward function's `extra_info`."""
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     """Experts of the first tokens of prompt and response: see `TokenOutput`."""
+    seen: tuple[str, ...] = ()
+    """See `TokenOutput`. If empty, the worker fills in what its servers reported."""
     multi_modal_data: None = None
     """A field of verl that is not supported: None."""
 

@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from verl.experimental.agent_loop.output import with_later
 from verl.utils.pictures import Picture
-from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
+from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
@@ -247,12 +247,16 @@ class _Partial:
         self._log_probs: list[float] | None = []
         self._spans: list[WeightVersionSpan] = []
         self._routes: np.ndarray | None = None
+        self._seen: tuple[str, ...] = ()
 
     @property
     def room(self) -> int:
         return self._max_tokens - len(self.token_ids)
 
     def add(self, piece: TokenOutput) -> None:
+        if self._seen and piece.seen != self._seen:
+            raise RolloutError("two engines made different patches of the pictures of one prompt")
+        self._seen = piece.seen
         offset = len(self.token_ids)
         for span in piece.weight_versions:
             start, stop = span.start + offset, span.stop + offset
@@ -270,7 +274,9 @@ class _Partial:
             self._log_probs += piece.log_probs
 
     def output(self, stop_reason: StopReason) -> TokenOutput:
-        return TokenOutput(self.token_ids, self._log_probs, stop_reason, tuple(self._spans), self._routes)
+        return TokenOutput(
+            self.token_ids, self._log_probs, stop_reason, tuple(self._spans), self._routes, seen=self._seen
+        )
 
 
 def _first_line(exc: Exception) -> str:
@@ -290,3 +296,8 @@ class Recording:
         output = await self._servers.generate(*args, sample=self.sample, **kwargs)
         self.generated.append(output)
         return output
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """See `TokenOutput.seen`: of the last call with pictures."""
+        return next((output.seen for output in reversed(self.generated) if output.seen), ())

@@ -19,6 +19,7 @@ from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
 from verl.utils.model import load_tokenizer
+from verl.utils.pictures import MULTI_MODAL_DATA, SEEN
 from verl.utils.progress import Progress
 from verl.utils.user_code import UserCodeError
 from verl.workers.config import HFModelConfig, PPOConfig
@@ -123,6 +124,8 @@ class AgentLoopWorker:
             pad_token_id=int(self._tokenizer.pad_token_id),
             kv_versions=rollout.kv_across_versions != "clear",
         )
+        if MULTI_MODAL_DATA in samples.non_tensor_batch:
+            batch.union(DataProto.from_dict(non_tensors={SEEN: [list(output.seen) for output in outputs]}))
         batch.meta_info["metrics"] = {
             **_per_sample([output.numbers for output in outputs]),
             **{name: sum(getattr(sample, name) for sample in asked) for name in COUNTS},
@@ -144,7 +147,7 @@ class AgentLoopWorker:
                 raise error(f"{_describe(row, index)}: agent loop {name!r} failed: {_told(exc)}") from exc
         if not isinstance(output, AgentLoopOutput):
             raise AgentCodeError(f"{_describe(row, index)}: agent loop {name!r} returned {type(output).__name__}")
-        return output.with_versions(servers.generated)
+        return replace(output.with_versions(servers.generated), seen=output.seen or servers.seen)
 
     def _connect(self, servers: Sequence[Any]) -> ServerManager:
         rollout = self._config.actor_rollout_ref.rollout

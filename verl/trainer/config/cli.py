@@ -15,12 +15,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl import __version__, envs
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.checkpoint_engine.support.console import log_to_console
 from verl.trainer.config.checking import Checked, grouped, noted, on_its_device
 from verl.trainer.config.checks.algorithms import warnings
 from verl.trainer.config.help import print_help
 from verl.trainer.config.loader import DEFAULT_NAME, Resolved, compose_tree, load_config, resolve_config
 from verl.trainer.config.record import CONFIG_NAME, composed_as, has_record
 from verl.trainer.config.validate import problems_of
+from verl.trainer.supervisor import Supervisor
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
 from verl.utils.failures import NamedFailure, in_one_line
@@ -51,7 +53,8 @@ def run_hydra(
 
     `adapt` changes a configuration for a mode; its result is checked. Supports --help [SECTION ...], --version and
     --check, for which `check` (called with the configuration and `pictures`, see `Resolved`) checks its model and data
-    and starts nothing; and as Hydra does --cfg job, --package, --resolve, --config-name, --config-path and
+    and starts nothing; --supervised, which starts the command again when it dies; and as Hydra does --cfg job,
+    --package, --resolve, --config-name, --config-path and
     --config-dir; `config_path` and `config_name` are their defaults, and the user's files can build on those of
     `config_path`. With --config-path alone, the output directory of a run is run again. Leaves no output directory
     behind.
@@ -81,6 +84,10 @@ def run_hydra(
             return
         resolved = resolve_config(arguments.overrides, **where)
         config = usable(resolved, adapt)
+        if arguments.supervised:
+            command = [sys.executable, *(word for word in sys.orig_argv[1:] if word != "--supervised")]
+            log_to_console()
+            sys.exit(Supervisor(command, config.trainer).run())
         with composed_as(resolved.composed):
             main(config)
     except (ConfigError, BackendUnavailable) as exc:
@@ -103,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--supervised", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
     parser.add_argument("--package", "-p")
     parser.add_argument("--resolve", action="store_true")

@@ -14,7 +14,7 @@ from verl.utils.config import ConfigError, did_you_mean
 
 USAGE = (
     "python -m verl.trainer.main_ppo [key=value ...] [--config-name NAME] [--config-path DIR] [--cfg job] "
-    "[--help [SECTION ...]] [--version]"
+    "[--check] [--supervised] [--help [SECTION ...]] [--version]"
 )
 ABOUT = (
     "Trains a language model with reinforcement learning: PPO-family advantages, a sharded trainer, a rollout engine, "
@@ -35,6 +35,8 @@ EXAMPLES = (
 )
 FLAGS = (
     ("--cfg job", "print the composed configuration and stop (--package KEY: one section; --resolve: interpolations)"),
+    ("--check", "check configuration, model and data, describe the run, and start nothing"),
+    ("--supervised", "start the command again when it dies, from its newest checkpoint, trainer.max_restarts times"),
     ("--config-name NAME", "YAML file to start from, without .yaml; it may say `defaults: [ppo_trainer, _self_]`"),
     ("--config-path DIR", "directory of that file; --config-dir DIR: one more directory to search"),
     ("--help [SECTION ...]", "this page, or the keys below some sections: --help trainer"),

@@ -57,7 +57,7 @@ from verl.workers.reward_manager import RewardManager
 from verl.workers.rollout import RolloutReplica
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     require_engine_rotates_as_trainer(config)
     require_heads(config)
     require_text_of_wrapper(config)
-    require_sight(config, trainer_class)
+    require_sight(config)
     require_experts(config)
     adapters = shapes_of_adapters(config, model_path)
     policy = config.actor_rollout_ref.model.at(model_path)
@@ -158,9 +158,10 @@ def local_critic(
         path = resolve_model_path(model.path)
         require_whole_files(path, "critic.model.path")
         tensors = weight_tensors(path, "critic.model.path")
-        require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
         hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))
-        if is_wrapper(hf_config) or sees(hf_config):
+        _require_same_sight(load_hf_config(config.actor_rollout_ref.model.at(policy)), policy, hf_config, path)
+        require_vocabulary(tokenizer, path, "critic.model.path", trust_remote_code=model.trust_remote_code)
+        if is_wrapper(hf_config):
             raise ConfigError(
                 f"critic.model.path={path}: {hf_config.model_type} is more than a language model, and no model for a "
                 "critic: give a language model"
@@ -169,6 +170,22 @@ def local_critic(
         critic = replace(critic, model=replace(model, path=str(path)))
     require_engine(config, critic.strategy, critic.fsdp, critic.hf_model(str(policy)), device, labels=1)
     return critic
+
+
+def _require_same_sight(policy: PretrainedConfig, policy_path: Path, critic: PretrainedConfig, path: Path) -> None:
+    """Raises ConfigError unless the critic makes of pictures what a policy that sees makes of them."""
+    if not sees(policy):
+        return
+    theirs, own = load_processor(policy_path, policy), load_processor(path, critic)
+    if own is None or theirs is None:
+        raise ConfigError(
+            f"critic.model.path={path}: {critic.model_type} reads text alone, and the policy sees pictures: give a "
+            "model that sees, or null for the policy's own"
+        )
+    if other := own.difference(theirs):
+        raise ConfigError(
+            f"critic.model.path={path}: its pictures do not become what the policy's do: {', '.join(other)} differ"
+        )
 
 
 def _teachers(

@@ -58,7 +58,7 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer], *, pictures: boo
     config = settled(adapted or config)
     device = resolve_device(config.trainer.device)
     attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
-    attempt(lambda: require_sight(config, trainer_class, stood_in_for=pictures))
+    attempt(lambda: require_sight(config, stood_in_for=pictures))
     if pictures:
         checked.stand_ins.append(
             f"stand-in: {config.actor_rollout_ref.model.path} reads text: that the run's own model sees "

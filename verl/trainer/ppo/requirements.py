@@ -17,7 +17,7 @@ from verl.checkpoint_engine.support import envs
 from verl.trainer.fleet.session import starts_locally
 from verl.trainer.ppo.experience import needs_critic, needs_reference
 from verl.utils.config import ConfigError
-from verl.utils.language_model import PARTLY_COMPUTED, SEEING_IN_VLLM, is_wrapper, sees
+from verl.utils.language_model import is_wrapper, sees
 from verl.utils.model import (
     MODEL_KEY,
     expert_count,
@@ -142,7 +142,7 @@ def _interleaves_in_vllm(model: PretrainedConfig) -> bool:
     return bool(model.get_text_config().rope_parameters.get("mrope_interleaved"))
 
 
-def require_sight(config: PPOConfig, trainer_class: type, *, stood_in_for: bool = False) -> None:
+def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
     """For a multimodal policy: refuse settings that would drop its pictures or are untested. `stood_in_for`: a built-in
     model stands in for one, and its data have pictures."""
     policy, model = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
@@ -166,9 +166,9 @@ def require_sight(config: PPOConfig, trainer_class: type, *, stood_in_for: bool 
             "actor_rollout_ref.rollout.kv_across_versions=clear",
         ),
         (
-            policy.actor.strategy == "fsdp" and model.model_type in PARTLY_COMPUTED,
-            f"{actor}.strategy=fsdp, of which a part of its tower would be lost that nothing is computed from",
-            f"{actor}.strategy=fsdp2",
+            needs_critic(config) and config.critic.strategy == "megatron",
+            "critic.strategy=megatron",
+            "critic.strategy=fsdp2",
         ),
         (policy.model.sends_adapters, f"{MODEL_KEY}.lora.merge=false", f"{MODEL_KEY}.lora.merge=true"),
         (
@@ -184,29 +184,12 @@ def require_sight(config: PPOConfig, trainer_class: type, *, stood_in_for: bool 
         if is_so:
             raise ConfigError(f"{what} has not been tried with {key}: set {remedy}")
     if not stood_in_for:
-        _require_served(policy.rollout.name, model, what)
         _require_torchvision(config, what)
         _require_order_of_positions(policy.rollout.name, model, what)
-    if needs_critic(config) and config.critic.model.path is None:
-        raise ConfigError(
-            f"{what} is no model for a critic: set an estimator without one, such as algorithm.adv_estimator=grpo"
-        )
-    if needs_critic(config):
-        raise ConfigError(f"{what} has not been tried with a critic, which would not see: set an estimator without one")
-    if not trainer_class.__module__.startswith("verl.trainer."):
-        raise ConfigError(f"{what} has been tried with verl.trainer.main_ppo alone, not with {trainer_class.__name__}")
-
-
-def _require_served(engine: str, model: PretrainedConfig, what: str) -> None:
-    if engine == "vllm" and model.model_type not in SEEING_IN_VLLM:
-        raise ConfigError(
-            f"{what} has not been tried with pictures in vLLM: set actor_rollout_ref.rollout.name=hf (vLLM: "
-            f"{', '.join(SEEING_IN_VLLM)})"
-        )
 
 
 def _require_order_of_positions(engine: str, model: PretrainedConfig, what: str) -> None:
-    interleaves = model.model_type.startswith(("qwen3_vl", "qwen3_5"))
+    interleaves = model.model_type.startswith("qwen3_vl")
     if engine == "vllm" and interleaves != _interleaves_in_vllm(model):
         raise ConfigError(
             f"{what} has positions of pictures that transformers interleaves by its class, and vLLM by a key: set "

@@ -19,7 +19,15 @@ from verl.utils.dataset.files import KEYS, Rows
 from verl.utils.dataset.schema import RowError, is_empty_truth, sample
 from verl.utils.dataset.seen import in_files, with_pictures
 from verl.utils.dataset.settings import DataSettings
-from verl.utils.pictures import MULTI_MODAL_DATA, Picture, PictureError, PictureProcessor
+from verl.utils.pictures import (
+    MULTI_MODAL_DATA,
+    Picture,
+    PictureError,
+    PictureProcessor,
+    PixelLimits,
+    is_turned,
+    pixel_limits,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,14 +126,18 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Of every agent; None is that of samples that name none."""
         self._prompts: list[list[dict[str, Any]]] = []
         self._pictures: list[list[Picture]] = []
-        self._texts: list[list[str]] = []
-        """Of each row: what its pictures become in the prompt."""
+        self._picture_tokens: list[list[int]] = []
+        """Of each row: how many tokens its pictures become."""
         self.pictured: dict[str | None, str] = {}
         """By agent: where the first of its samples with pictures is."""
         self._unusable: dict[int, str] = {}
         """By row: what is wrong with a picture of it, where such rows are dropped."""
+        self._turned: list[int] = []
+        """Rows with pictures that their files ask to turn, once for each."""
+        self._limits = self._limits_of_pixels()
         self._agents: list[str | None] = []
         self._check_rows()
+        self._warn_of_turned()
         self._sees = any(self._pictures)
         self._ids = self._tokenize(tokenizer)
         self._rows = self._fit(self._usable())
@@ -213,25 +225,49 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Keep the prompt of a row, and find and open its pictures. Raises RowError."""
         prompt = item[self.prompt_key]
         pictures: list[Picture] = []
-        texts: list[str] = []
+        counts: list[int] = []
         if self.processor is not None:
             key = self.config.image_key
             prompt, pictures = with_pictures(
-                prompt, item.get(key), prompt_key=self.prompt_key, image_key=key, has_column=key in item
+                prompt,
+                item.get(key),
+                prompt_key=self.prompt_key,
+                image_key=key,
+                has_column=key in item,
+                limits=self._limits,
             )
             for number, picture in enumerate(pictures):
                 try:
-                    texts.append(self.processor.text(picture))
+                    image = picture.open()
+                    counts.append(self.processor.num_tokens_of(image, picture.limits))
+                    if is_turned(image):
+                        self._turned.append(row)
                 except PictureError as exc:
                     if not self.filter_overlong_prompts:
                         raise RowError(f"picture {number} {exc}") from exc
                     self._unusable[row] = f"picture {number} {exc}"
-                    texts.append("")
+                    counts.append(1)
         if pictures:
             self.pictured.setdefault(item.get("agent_name") or None, self._place(row))
         self._prompts.append(prompt)
         self._pictures.append(pictures)
-        self._texts.append(texts)
+        self._picture_tokens.append(counts)
+
+    def _limits_of_pixels(self) -> PixelLimits:
+        limits = pixel_limits(self.config.mm_processor_kwargs)
+        try:
+            return limits if self.processor is None else self.processor.limited(limits)
+        except ConfigError as exc:
+            raise ConfigError(f"data.mm_processor_kwargs: {exc}") from exc
+
+    def _warn_of_turned(self) -> None:
+        if self._turned:
+            logger.warning(
+                "%d pictures ask to be turned or mirrored by their EXIF orientation (first in %s): they are taken as "
+                "they are stored, as verl does; vLLM's own server and transformers' load_image turn them",
+                len(self._turned),
+                self._table.place(self._turned[0]),
+            )
 
     def _count(self, item: dict[str, Any], row: int) -> None:
         source = self.sources[item[self.config.reward_fn_key]]
@@ -264,7 +300,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             for start in range(0, len(rows), TOKENIZE_ROWS):
                 chosen = rows[start : start + TOKENIZE_ROWS]
                 for row, found in zip(chosen, self._token_ids(tokenizer, chosen, tools), strict=True):
-                    ids[row] = found
+                    ids[row] = self._expanded(row, found)
         return ids
 
     def _tools(self, agent: str | None, row: int) -> list[Any]:
@@ -280,35 +316,31 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     ) -> list[list[int]]:
         """Of the prompts in `rows` as agents send them. Raises ConfigError for one that the template cannot write."""
         try:
-            written: Any = tokenizer.apply_chat_template(
-                [self._prompts[row] for row in rows],
-                tools=list(tools) or None,
-                add_generation_prompt=True,
-                return_dict=False,
-                tokenize=self.processor is None,
-                **self.config.apply_chat_template_kwargs,
+            return cast(
+                "list[list[int]]",
+                tokenizer.apply_chat_template(
+                    [self._prompts[row] for row in rows],
+                    tools=list(tools) or None,
+                    add_generation_prompt=True,
+                    return_dict=False,
+                    **self.config.apply_chat_template_kwargs,
+                ),
             )
         except Exception as exc:
             if len(rows) == 1:
                 raise ConfigError(
                     f"{self._place(rows[0])}: the chat template cannot write this prompt: {type(exc).__name__}: {exc}"
                 ) from exc
-            return [self._token_ids(tokenizer, [row], tools)[0] for row in rows]
-        if self.processor is None:
-            return cast("list[list[int]]", written)
-        return [self._expanded(self.processor, tokenizer, row, text) for row, text in zip(rows, written, strict=True)]
+        return [self._token_ids(tokenizer, [row], tools)[0] for row in rows]
 
-    def _expanded(
-        self, processor: PictureProcessor, tokenizer: PreTrainedTokenizerBase, row: int, prompt: str
-    ) -> list[int]:
-        """The token ids of a prompt, with what its pictures become."""
+    def _expanded(self, row: int, token_ids: list[int]) -> list[int]:
+        """With as many tokens as the model makes of the pictures."""
+        if self.processor is None:
+            return token_ids
         try:
-            text = processor.expanded(prompt, self._texts[row])
-            ids = cast("list[int]", tokenizer.encode(text, add_special_tokens=False))
-            processor.require(ids, self._texts[row])
+            return self.processor.expanded(token_ids, self._picture_tokens[row])
         except PictureError as exc:
             raise ConfigError(f"{self._place(row)}: {exc}") from exc
-        return ids
 
     def _require_shown_roles(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template leaves out messages of a role, as some do with unknown ones."""

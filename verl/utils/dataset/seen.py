@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl.utils.dataset.schema import RowError, is_empty, parsed
-from verl.utils.pictures import Picture, PictureError, keep
+from verl.utils.pictures import Picture, PictureError, PixelLimits, keep
 
+NO_LIMITS = PixelLimits()
 MARK, OTHER_MARKS = "<image>", ("<video>", "<audio>")
 
 
 def with_pictures(
-    messages: Sequence[Mapping[str, Any]], column: Any, *, prompt_key: str, image_key: str, has_column: bool
+    messages: Sequence[Mapping[str, Any]],
+    column: Any,
+    *,
+    prompt_key: str,
+    image_key: str,
+    has_column: bool,
+    limits: PixelLimits = NO_LIMITS,
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
     """The messages with each picture as a separate part {type, image}, and the pictures in their order.
 
     `column` has one picture for each `<image>` in a text, and for each part of type image without its own. If there are
     any, every text becomes a list of parts, as in verl. With `has_column`, the files have the column, so a mark without
-    a picture is a mistake.
+    a picture is a mistake. The pictures get `limits`.
 
     Raises RowError for different numbers of marks and pictures, and for a picture that cannot be kept.
     """
@@ -43,7 +51,7 @@ def with_pictures(
             number, part = next(rest)
             place = f"{image_key}[{number}]"
         try:
-            found.append(keep(part))
+            found.append(replace(keep(part), limits=limits))
         except PictureError as exc:
             raise RowError(f"{place} {exc}") from exc
         return {"type": "image", "image": found[-1]}

@@ -10,14 +10,16 @@ import binascii
 import hashlib
 import io
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from verl import envs
+from verl.utils.config import ConfigError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,12 +29,60 @@ MOST_PIXELS = 2**26
 """8,192 x 8,192; below what PIL itself warns of."""
 MOST_NBYTES = 2**28
 """The most bytes of a file."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
+DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+"""PIL's modes of wider values than processors read."""
+CUT_OFF = "of which the model's processor would see white: convert it to 8 bits"
+OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""PIL's modes that a PNG keeps."""
+LIMITS = ("min_pixels", "max_pixels")
+OF_SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+OF_VIDEOS = ("fps", "num_frames", "do_sample_frames", "videos_kwargs", "video_metadata")
+ORIENTATION = 0x0112
+"""The tag of EXIF."""
 WORDS = ("bytes", "path", "image", "image_url")
 """Fields of a dict with the location of a picture; the first one that is not null counts."""
 
 
 class PictureError(ValueError):
     """An unusable picture; the message has the reason. The caller adds file, row and number."""
+
+
+class PixelLimits(NamedTuple):
+    """The fewest and the most pixels that a picture is scaled to; None: those of the model's processor."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+NO_LIMITS = PixelLimits()
+
+
+def pixel_limits(given: Mapping[str, Any]) -> PixelLimits:
+    """Those of `data.mm_processor_kwargs`, also as `size` or within `images_kwargs`, as transformers takes them.
+
+    Raises ConfigError for anything else that a processor would be told.
+    """
+    key, found = "data.mm_processor_kwargs", {}
+    options = dict(given)
+    for name, value in dict(options.pop("images_kwargs", None) or {}).items():
+        options.setdefault(name, value)
+    for name, value in dict(options.pop("size", None) or {}).items():
+        options.setdefault(OF_SIZE.get(name, f"size.{name}"), value)
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in OF_VIDEOS:
+            raise ConfigError(f"{key}.{name}={value}: models see pictures here, and no videos: leave it out")
+        if name not in LIMITS:
+            raise ConfigError(f"{key}.{name}={value}: only {' and '.join(LIMITS)} are known")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{key}.{name}={value}: give a number of pixels, at least 1")
+        found[name] = value
+    limits = PixelLimits(**found)
+    if None not in limits and limits.min_pixels > limits.max_pixels:  # type: ignore[operator]
+        raise ConfigError(f"{key}: min_pixels={limits.min_pixels} are more than max_pixels={limits.max_pixels}")
+    return limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +92,13 @@ class Picture:
     path: str
     digest: str
     """SHA-256 of the file, in hexadecimal digits."""
+    limits: PixelLimits = NO_LIMITS
+    """The run's, which travel with the picture: whoever computes its patches keeps to them."""
+
+    @property
+    def key(self) -> str:
+        """The same for pictures of which a model's processor makes the same."""
+        return self.digest if self.limits == NO_LIMITS else f"{self.digest} {self.limits}"
 
     def open(self) -> Image.Image:
         """The pixels, RGB. Raises PictureError for a file that has changed, is damaged, too large or of another
@@ -71,10 +128,32 @@ def keep(given: Any) -> Picture:
     if isinstance(given, (str, Path)) and str(given):
         return _named(str(given))
     if hasattr(given, "save") and hasattr(given, "getbands"):
-        written = io.BytesIO()
-        given.save(written, format="PNG")
-        return _stored(written.getvalue())
+        return _stored(_as_png(given))
     raise PictureError(f"is {type(given).__name__}, neither bytes, path, data URL nor PIL image")
+
+
+def restored(path: str, digest: str, *limits: int | None) -> Picture:
+    """The picture that another process had there, in a checkpoint for instance: at its path, or in the present
+    `verl.envs.cache_dir()`. Raises PictureError where neither has it, or for what is no path and digest."""
+    if not (isinstance(path, str) and isinstance(digest, str) and DIGEST.fullmatch(digest)):
+        raise PictureError(f"is {path!r} with the digest {digest!r}")
+    places = (Path(path), _kept_at(digest))
+    for place in places:
+        if place.is_file():
+            return Picture(str(place), digest, PixelLimits(*limits))
+    raise PictureError(f"is neither at {' nor at '.join(map(str, places))}")
+
+
+def _as_png(image: Any) -> bytes:
+    written = io.BytesIO()
+    if image.mode in DEEP:
+        raise PictureError(f"has values of more than 8 bits (mode {image.mode}), {CUT_OFF}")
+    try:
+        kept = image if image.mode in OF_PNG else image.convert("RGB")
+        kept.save(written, format="PNG")
+    except Exception as exc:  # encoders raise what they like
+        raise PictureError(f"cannot be kept as PNG: {type(exc).__name__}: {exc}") from exc
+    return written.getvalue()
 
 
 def _named(name: str) -> Picture:
@@ -110,7 +189,7 @@ def _stored(data: bytes) -> Picture:
     if len(data) > MOST_NBYTES:
         raise PictureError(f"has {len(data)} bytes, more than {MOST_NBYTES}")
     digest = hashlib.sha256(data).hexdigest()
-    path = envs.cache_dir().expanduser().absolute() / "pictures" / digest[:2] / digest
+    path = _kept_at(digest)
     try:
         if not path.is_file() or path.stat().st_size != len(data):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,34 +201,48 @@ def _stored(data: bytes) -> Picture:
     return Picture(str(path), digest)
 
 
+def _kept_at(digest: str) -> Path:
+    return envs.cache_dir().expanduser().absolute() / "pictures" / digest[:2] / digest
+
+
 def _decoded(data: bytes) -> Image.Image:
     from PIL import Image
 
-    size = (0, 0)
+    size, mode = (0, 0), ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is lower
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                size = image.size
-                if size[0] * size[1] <= MOST_PIXELS:
+                size, mode = image.size, image.mode
+                if mode not in DEEP and size[0] * size[1] <= MOST_PIXELS:
                     image.load()
-                    return _opaque(image)
+                    return _rgb(image)
     except Image.DecompressionBombError as exc:
         raise PictureError(f"has more than {MOST_PIXELS} pixels: {exc}") from exc
     except Exception as exc:  # decoders raise what they like
         raise PictureError(f"is damaged, or none of {', '.join(FORMATS)} ({type(exc).__name__}: {exc})") from exc
+    if mode in DEEP:
+        raise PictureError(f"has values of more than 8 bits (mode {mode}), {CUT_OFF}")
     raise PictureError(f"has {size[0]} x {size[1]} pixels, more than {MOST_PIXELS}")
 
 
-def _opaque(image: Image.Image) -> Image.Image:
-    """RGB, on white where it is transparent."""
+def is_turned(image: Image.Image) -> bool:
+    """Whether its file asks viewers to turn or mirror it (EXIF), which no processor does."""
+    try:
+        return image.getexif().get(ORIENTATION, 1) not in (0, 1)
+    except Exception:  # noqa: BLE001 - of damaged metadata decoders raise what they like
+        return False
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """As in verl: RGBA on white, all else as PIL converts it. The first of several frames. Not turned (EXIF)."""
     from PIL import Image
 
     if image.mode == "RGB":
         return image.copy()
-    if image.has_transparency_data:
-        own = image.convert("RGBA")
-        white = Image.new("RGB", own.size, "white")
-        white.paste(own, mask=own.getchannel("A"))
+    if image.mode == "RGBA":
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image.getchannel("A"))
+        white.info = dict(image.info)
         return white
     return image.convert("RGB")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.config import Section, option, section
+from verl.utils.pictures import pixel_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,9 @@ class DataConfig(Section):
         "error", "what to do with a prompt longer than max_prompt_length", choices=("error", "left", "right", "middle")
     )
     apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to tokenizer.apply_chat_template")
+    mm_processor_kwargs: dict[str, Any] = option(
+        {}, "of pictures: min_pixels and max_pixels, to which they are scaled; without, those of the model's processor"
+    )
     custom_cls: CustomClassConfig = section(CustomClassConfig, "a Dataset class of your own")
     return_raw_chat: bool = option(True, "keep the chat messages next to the token ids (agent loops need them)")
     resume_other_data: str = option(
@@ -86,3 +90,6 @@ class DataConfig(Section):
         choices=("error", "new_epoch"),
     )
     dataloader_num_workers: int = option(0, "worker processes of the data loader (verl: 8)", least=0)
+
+    def __post_init__(self) -> None:
+        pixel_limits(self.mm_processor_kwargs)

@@ -9,25 +9,32 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from verl.compat.transformers import ignored_patterns
+from verl.utils.language_model import sees
 
 
 def register_value_head(config: PretrainedConfig) -> None:
     """Let `AutoModelForTokenClassification` build a model of `config` with a layer `score`, in this process.
 
-    transformers' own class stays where it has such a layer over the body that causal models have.
+    transformers' own class stays where it has such a layer over the body that causal models have. A model that sees
+    keeps its vision tower.
     """
     kind = type(config)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_MAPPING:
+    if _whole_class(config) is None or kind not in MODEL_MAPPING:
         return  # it comes with code of its own, which may have such a class
     if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         found: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[kind]
@@ -58,8 +65,15 @@ class _TokenValues:
         return TokenClassifierOutput(logits=own.score(body(input_ids, **inputs).last_hidden_state))
 
 
+def _whole_class(config: PretrainedConfig) -> Any:
+    """The class of a policy of `config`; None if it is not one of transformers."""
+    return (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees(config) else MODEL_FOR_CAUSAL_LM_MAPPING).get(
+        type(config), None
+    )
+
+
 def _value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    causal = _whole_class(config)
     body: Any = MODEL_MAPPING[type(config)]
     family = next(base for base in body.__mro__[1:] if issubclass(base, PreTrainedModel))
     with torch.device("meta"):
@@ -74,4 +88,6 @@ def _value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         "_keys_to_ignore_on_load_unexpected": ignored_patterns(causal),
     }
     made: type[PreTrainedModel] = type(f"{body.__name__}ForTokenValues", (_TokenValues, family), fields)
+    if (rules := get_checkpoint_conversion_mapping(causal.__name__)) is not None:  # type: ignore[no-untyped-call]
+        register_checkpoint_conversion_mapping(made.__name__, rules, overwrite=True)
     return made

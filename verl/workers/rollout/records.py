@@ -140,6 +140,8 @@ class TokenOutput:
     """Tokens of the prompt whose keys and values were in the cache."""
     computed_again: int = field(default=0, compare=False)
     """Tokens whose keys and values were computed a second time during this request, because the weights changed."""
+    seen: tuple[str, ...] = ()
+    """`PictureProcessor.digests` of the prompt's pictures, as the engine computed them."""
 
     def by(self, replica: str) -> TokenOutput:
         """A copy with `replica` as the one that sampled it."""

@@ -22,7 +22,6 @@ from verl.trainer.config.from_verl.sections import (
     ACTOR,
     CORRECTION,
     MEGATRON,
-    NO_PICTURES,
     OF_STAGES,
     OTHER_ENGINES,
     OWN_PATCHES,
@@ -314,8 +313,8 @@ RULES: dict[str, Rule] = {
         why="patches have the size that the model's own processor gives them",
         only=is_models_patch,
         otherwise="the patches of the model have another size, as its config.json says: leave it out",
+        default="verl's default, and the patches of the model have another size: that of its config.json is taken",
     ),
     "data.return_multi_modal_inputs": NoEffect(why="patches are made where they are computed with, of the same files"),
-    "data.mm_processor_kwargs.*": Refused(why=NO_PICTURES),
     f"{ROLLOUT}.multi_turn.*": Refused(why=f"the nearest are the other keys of {ROLLOUT}.multi_turn"),
 }

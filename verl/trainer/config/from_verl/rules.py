@@ -42,6 +42,8 @@ class NoEffect:
     """The values for which this holds; None for all."""
     otherwise: str = ""
     """The error for all other values, which are refused."""
+    default: str = ""
+    """What is said of verl's default where it is another value."""
     costs: Callable[[Any, Values], bool] | None = None
     """Values with which verl would need less memory or time: the run warns of them at its start."""
 

@@ -31,7 +31,6 @@ MORE_THAN_1 = "sequences are not split over ranks, each is computed whole on its
 ON_DEVICE = "stays on its device all the time: the same numbers, more memory"
 OTHER_ENGINES = "training engines are fsdp, fsdp2 and megatron"
 OWN_PATCHES = "vLLM processes no pictures: it is given the trainer's patches"
-NO_PICTURES = "models read text and pictures here, as their own processors give them: leave it out"
 
 OF_STAGES = (
     "num_layers_in_first_pipeline_stage",

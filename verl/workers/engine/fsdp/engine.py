@@ -15,7 +15,7 @@ from torch import nn
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
-from verl.utils.pictures import MULTI_MODAL_DATA, PictureProcessor
+from verl.utils.pictures import MULTI_MODAL_DATA, SEEN, PictureProcessor
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.copies import gather_rows, same_draws
 from verl.workers.engine.decay import decay_groups
@@ -298,11 +298,14 @@ class FSDPEngine:
         )
 
     def _sight(self, micro_batch: DataProto) -> Sight | None:
-        """Of data some of which have pictures."""
+        """Of data some of which have pictures. Raises PictureError if the rollout engine saw others."""
         seen = micro_batch.non_tensor_batch.get(MULTI_MODAL_DATA)
         if seen is None or self._processor is None:
             return None
-        return Sight(processor=self._processor, pictures=[each["images"] for each in seen])
+        pictures = [each["images"] for each in seen]
+        for own, by_engine in zip(pictures, micro_batch.non_tensor_batch.get(SEEN, ()), strict=False):
+            self._processor.require_same(own, by_engine)
+        return Sight(processor=self._processor, pictures=pictures)
 
     def _keeps_sequences_apart(self) -> bool:
         model = self._built()

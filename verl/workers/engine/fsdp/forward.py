@@ -63,14 +63,20 @@ def response_log_probs(
 
 
 def response_values(
-    model: nn.Module, micro_batch: DataProto, *, pack: bool = False, sharers: Sharers = ALONE
+    model: nn.Module,
+    micro_batch: DataProto,
+    *,
+    pack: bool = False,
+    sharers: Sharers = ALONE,
+    sight: Sight | None = None,
 ) -> torch.Tensor:
-    """The value head's output for the state before each response token: float32 [b, R], 0 on padding."""
+    """The value head's output for the state before each response token: float32 [b, R], 0 on padding. `sight`: as in
+    `response_log_probs`."""
     tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), tokens.seen(model, sight) as inputs:
         # A layer of one column returns a view of its product; FSDP2 asks that nothing be done to it in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        values = model(**tokens.inputs(model), use_cache=False).logits
+        values = model(**inputs, use_cache=False).logits
     return tokens.finished(tokens.predicting(values)[..., 0].float())
 
 

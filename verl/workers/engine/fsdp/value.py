@@ -25,4 +25,7 @@ class FSDP2ValueEngine(FSDP2Engine):
     def _forward(
         self, micro_batch: DataProto, temperature: float, calculate_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return response_values(self._built(), micro_batch, pack=self._packs, sharers=self._sharers), None
+        values = response_values(
+            self._built(), micro_batch, pack=self._packs, sharers=self._sharers, sight=self._sight(micro_batch)
+        )
+        return values, None

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.utils.config import ConfigError
-from verl.utils.language_model import auto_class, choose_part, is_wrapper, language_config, sees
+from verl.utils.language_model import auto_class, is_wrapper, language_config, sees
 from verl.utils.model import ATTENTION, override, read_hf_config
 from verl.utils.pictures import Picture, PictureError, load_processor
 from verl.workers.hf.attention import attention_implementation
@@ -57,6 +57,7 @@ class Request:
     output: asyncio.Future[TokenOutput]
     max_tokens: int
     pictures: Sequence[Picture] = ()
+    seen: tuple[str, ...] = ()
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -86,7 +87,7 @@ class Request:
         )
         log_probs = self.log_probs if self.sampling.logprobs else None
         routes = np.concatenate(self.routes) if self.routes else None
-        self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans, routes))
+        self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans, routes, seen=self.seen))
 
     def add_routes(self, read: np.ndarray) -> None:
         """Add the routes of a step's tokens: one new token, or all tokens again, which keep their first routes."""
@@ -124,7 +125,6 @@ class HFEngine:
         dtype = getattr(torch, self._spec.config.dtype)
         self._whole = read_hf_config(model.path, trust_remote_code=trust)
         override(self._whole, model.override_config, "model.override_config")
-        choose_part(self._whole, model.language_model_only, "model.language_model_only")
         config = language_config(self._whole)
         factory: Any = auto_class(config)
         self._processor = load_processor(model.path, self._whole)
@@ -174,8 +174,9 @@ class HFEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
     ) -> TokenOutput:
+        seen: tuple[str, ...] = ()
         if pictures:
-            await self._in_model_thread(lambda: self._require_seen(prompt_ids, pictures, request_id))
+            seen = await self._in_model_thread(lambda: self._require_seen(prompt_ids, pictures, request_id))
         generator = self._generator
         if sampling.seed is not None:
             generator = torch.Generator(self._spec.device).manual_seed(sampling.seed)
@@ -187,19 +188,21 @@ class HFEngine:
             output=asyncio.get_running_loop().create_future(),
             max_tokens=min(sampling.max_tokens, self._spec.max_model_len - len(prompt_ids)),
             pictures=pictures,
+            seen=seen,
         )
         async with self._changed:
             self._waiting.append(request)
             self._changed.notify_all()
         return await request.output
 
-    def _require_seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> None:
-        """What is wrong with the pictures of one request, before it joins others. Raises RolloutError."""
+    def _require_seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> tuple[str, ...]:
+        """Check the pictures of one request before it joins others; returns their digests. Raises RolloutError."""
         what = f"{self._spec.name}: request {request_id}"
         if self._processor is None:
             raise RolloutError(f"{what} has pictures, and the model reads text alone")
         try:
             Sight(processor=self._processor, pictures=[pictures]).require(prompt_ids)
+            return self._processor.digests(pictures)
         except (PictureError, ValueError) as exc:
             raise RolloutError(f"{what}: {exc}") from exc
 

@@ -233,6 +233,8 @@ class VLLMEngine:
         if final is None:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from vLLM")
         answer = self._token_output(final.outputs[0], request_id, logprobs=sampling.logprobs)
+        if self._processor is not None and pictures:
+            answer = replace(answer, seen=self._processor.digests(pictures))
         cached = final.num_cached_tokens or 0
         if now is None or salt is None:
             begun_again = [len(prompt_ids) + span.start for span in answer.weight_versions[1:]]

@@ -23,7 +23,7 @@ def prompt_with(token_ids: Sequence[int], pictures: Sequence[Picture], processor
     """
     ids = list(token_ids)
     given = processor.inputs(pictures)
-    counts = processor.counts(pictures)
+    counts = processor.counts(given["image_grid_thw"]).tolist()
     at = [place for place, token in enumerate(ids) if token == processor.token_id]
     if len(at) < sum(counts):
         raise ValueError(f"pictures become {sum(counts)} tokens, and there are {len(at)}")
@@ -39,5 +39,5 @@ def prompt_with(token_ids: Sequence[int], pictures: Sequence[Picture], processor
         "image_grid_thw": MultiModalFieldConfig.batched(MODALITY, keep_on_cpu=True),
     }
     items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(given), fields)
-    digests = [picture.digest for picture in pictures]
-    return mm_input(ids, items, {MODALITY: digests}, {MODALITY: places})
+    keys = [picture.key for picture in pictures]
+    return mm_input(ids, items, {MODALITY: keys}, {MODALITY: places})

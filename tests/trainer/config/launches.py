@@ -726,8 +726,14 @@ LAUNCHES = (
     Launch(
         "how pictures are read",
         "hybrid",
+        f"{GRPO} +data.mm_processor_kwargs.max_pixels=200704",
+        said="batch:",
+    ),
+    Launch(
+        "how videos are read",
+        "hybrid",
         f"{GRPO} +data.mm_processor_kwargs.fps=2",
-        refused="models read text and pictures here",
+        refused="data.mm_processor_kwargs.fps=2: models see pictures here, and no videos",
     ),
     Launch("a frozen tower", "hybrid", f"{GRPO} {A}.freeze_vision_tower=True", said="batch:"),
     Launch(

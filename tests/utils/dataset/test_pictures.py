@@ -337,7 +337,7 @@ def test_limits_of_pixels_are_spelled_as_transformers_spells_them(given: dict[st
 )
 def test_what_a_processor_is_not_told_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        DataConfig(mm_processor_kwargs=given)
+        pixel_limits(given)
 
 
 def test_limits_that_do_not_fit_those_of_the_model_are_refused(one_model: Path, tmp_path: Path) -> None:

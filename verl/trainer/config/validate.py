@@ -8,6 +8,7 @@ from dataclasses import replace
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.trainer.config.checks import algorithms, critic, devices, engines, names, profiler, rewards, sizes, teachers
 from verl.utils.config import ConfigError
+from verl.utils.pictures import pixel_limits
 from verl.workers.config import PPOConfig
 
 
@@ -32,6 +33,13 @@ def problems_of(config: PPOConfig, lacking: list[str] | None = None) -> list[str
                 raise
             lacking.append(str(exc))
     return problems
+
+
+def _limits_of_pixels(config: PPOConfig) -> Iterator[str]:
+    try:
+        pixel_limits(config.data.mm_processor_kwargs)
+    except ConfigError as exc:
+        yield str(exc)
 
 
 def _min_ranks(config: PPOConfig) -> Iterator[str]:
@@ -82,5 +90,6 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     engines.exact,
     engines.kv_across_versions,
     engines.checkpoint_engine,
+    _limits_of_pixels,
     _min_ranks,
 )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.config import Section, option, section
-from verl.utils.pictures import pixel_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +89,3 @@ class DataConfig(Section):
         choices=("error", "new_epoch"),
     )
     dataloader_num_workers: int = option(0, "worker processes of the data loader (verl: 8)", least=0)
-
-    def __post_init__(self) -> None:
-        pixel_limits(self.mm_processor_kwargs)

@@ -110,6 +110,7 @@ def test_what_a_run_measures_of_its_machine_is_not_compared(whole: Path, other: 
         ("val-core/a_s/acc/mean@1", False),
         ("reward_extra/wait_s/mean", False),
         ("recovery/step_s", True),
+        ("rollout/prefill_again_tokens", True),
         ("actor/grad_norm", False),
     ],
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
+import json
 from pathlib import Path
+from typing import Any
 
+from click.testing import CliRunner
+
+from verl.cli.main import cli
 from verl.utils.builtin import make_tiny_model
+from verl.utils.measured import is_measured
 from verl.utils.tracking import read_metrics
 
 REWARD = """
@@ -14,25 +18,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     # Says something about any text, so that there is always something to learn.
     return sum(solution_str.encode()) % 7 / 7
 """
-LOOP = """
-import zlib
-from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
-
-class Seeded(SingleTurnAgentLoop):
-    # Engines have one generator for all requests, which come in any order.
-    async def run(self, sampling_params, **sample):
-        seed = zlib.crc32(repr(sample["raw_prompt"]).encode())
-        return await super().run(sampling_params | {"seed": seed}, **sample)
-"""
-MEASURED = re.compile(r"timing|perf/|checkpoint/|trainer/|memory/|_s$|_s/|gbytes|checkpoint_engine/|training/attempt")
-"""Metrics that differ from run to run."""
 
 
 def make_files(directory: Path) -> Path:
     """What such runs need, a model in `llama` included; `directory`."""
     (directory / "reward.py").write_text(REWARD)
-    (directory / "loop.py").write_text(LOOP)
-    (directory / "loops.yaml").write_text(f"- {{name: seeded, _target_: '{directory / 'loop.py'}:Seeded'}}\n")
     make_tiny_model(directory / "llama", "llama")
     return directory
 
@@ -49,35 +39,49 @@ STATEFUL = (
 """A training state with more in it than weights and moments: a KL controller and a schedule."""
 
 
-def overrides(files: Path, steps: int) -> list[str]:
+def overrides(files: Path, output_dir: Path, steps: int) -> list[str]:
     """Of runs with `make_files`, whose last step is saved. All that a trainer's state consists of is in use."""
     return [
         f"custom_reward_function.path={files / 'reward.py'}",
         *STATEFUL,
         "actor_rollout_ref.actor.shuffle=true",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={files / 'loops.yaml'}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
         "actor_rollout_ref.rollout.max_num_seqs=1",  # what is beside a sample rounds it differently
         "actor_rollout_ref.rollout.n=1",
+        "trainer.max_restarts=5",
+        *kept(output_dir, steps),
+    ]
+
+
+def kept(output_dir: Path, steps: int) -> list[str]:
+    """Of a run that another one is compared with: all that it computes follows from its settings, and is kept."""
+    return [
+        "trainer.full_determinism=true",
+        f"trainer.rollout_data_dir={output_dir / 'samples'}",
+        f"trainer.validation_data_dir={output_dir / 'validation'}",
         f"trainer.total_training_steps={steps}",
         f"trainer.save_freq={steps}",
-        "trainer.max_restarts=5",
     ]
+
+
+def require_equal(*runs: Path) -> dict[str, Any]:
+    """That `verl-sync diff` finds two runs equal, of which it saw samples and a checkpoint. How much it compared."""
+    done = CliRunner().invoke(cli, ["diff", "--json", *map(str, runs)])
+    assert done.exit_code in (0, 1), done.output
+    found: dict[str, Any] = json.loads(done.output)
+    assert found["equal"], (found["step"], found["differences"][:5])
+    compared: dict[str, Any] = found["compared"]
+    assert min(compared["metrics"], compared["samples"], compared["tensors"]) > 0
+    return compared
+
+
+def samples_of(output_dir: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / f"samples/{step}.jsonl").read_text().splitlines()]
 
 
 def metrics_of(output_dir: Path) -> dict[int, dict[str, float]]:
     """By step, without what differs from run to run."""
     return {
-        record["step"]: {name: value for name, value in record.items() if not MEASURED.search(name)}
+        record["step"]: {name: value for name, value in record.items() if not is_measured(name)}
         for record in read_metrics(output_dir / "metrics.jsonl")
     }
-
-
-def weights_of(output_dir: Path, step: int) -> str:
-    """A digest of what a checkpoint's `hf_model` holds."""
-    digest, paths = hashlib.sha256(), sorted((output_dir / f"global_step_{step}").rglob("*.safetensors"))
-    assert paths
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -27,9 +27,8 @@ class Run:
     directory: Path
     said: list[str]
 
-    @property
-    def metrics(self) -> dict[int, dict[str, float]]:
-        return seeded.metrics_of(self.directory / "out")
+    def require_same_as(self, other: Run) -> None:
+        seeded.require_equal(other.directory / "out", self.directory / "out")
 
     @property
     def restarts(self) -> list[str]:
@@ -38,11 +37,6 @@ class Run:
     @property
     def attempts(self) -> list[float]:
         return [record["training/attempt"] for record in read_metrics(self.directory / "out/metrics.jsonl")]
-
-    @property
-    def weights(self) -> str:
-        """Of what a rank's optimizer steps make, after the last step."""
-        return seeded.weights_of(self.directory / "out", STEPS)
 
     @property
     def reports(self) -> list[tuple[int, int, str]]:
@@ -70,7 +64,7 @@ def train(files, directory, *overrides, planned=(), **how):
             directory,
             f"actor_rollout_ref.model.path={model}",
             f"actor_rollout_ref.model.external_lib={faults.MODULE}",
-            *seeded.overrides(files, STEPS),
+            *seeded.overrides(files, directory / "out", STEPS),
             "data.train_batch_size=8",
             *overrides,
             **how,
@@ -96,8 +90,7 @@ def test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory(undist
         (5, 0, faults.SAVE),
     ]
     died = train(files, tmp_path, planned=planned)
-    assert died.metrics == undisturbed.metrics
-    assert died.weights == undisturbed.weights
+    died.require_same_as(undisturbed)
     assert died.attempts == [1, 2, 3, 4, 5]
     assert len(died.restarts) == 5
     for record in read_metrics(tmp_path / "out/metrics.jsonl"):
@@ -131,8 +124,7 @@ def test_without_memory_the_steps_since_the_last_checkpoint_are_repeated_with_th
         f"the trainer goes on after step 2, from {tmp_path}/out/global_step_2",
     ]
     assert died.attempts == [1, 1, 2, 2, 2]
-    assert died.metrics == undisturbed.metrics
-    assert died.weights == undisturbed.weights
+    died.require_same_as(undisturbed)
     committed = [(version, attempt) for version, attempt, outcome in died.reports if outcome == "committed"]
     assert committed == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)], "each version that counts is told once"
 
@@ -157,8 +149,7 @@ def test_the_critic_comes_back_too_and_so_does_fsdp1_and_a_save_in_the_backgroun
         planned=[(2, 0, faults.WRITE), (3, 1, faults.REMEMBER)],
     )
     assert len(died.restarts) == 2
-    assert died.metrics == whole.metrics
-    assert died.weights == whole.weights
+    died.require_same_as(whole)
     unsaved = [int(told.split()[1]) for told in died.said if " is not saved: " in told]
     assert unsaved == [2], "the checkpoint that was being written; the one before it stays"
     saved = {path.name for path in (tmp_path / "died/out").glob("*global_step_*")}
@@ -187,8 +178,7 @@ def test_ranks_of_megatron_with_moments_of_their_own_and_a_critic_come_back_too(
     died = train(files, tmp_path / "died", *overrides, planned=planned)
     assert len(died.restarts) == 4
     assert all(", from memory, " in told for told in died.restarts)
-    assert died.metrics == whole.metrics
-    assert died.weights == whole.weights
+    died.require_same_as(whole)
 
 
 @pytest.mark.cells(2)
@@ -198,5 +188,23 @@ def test_what_is_generated_one_step_ahead_is_kept(ray_cluster, files, tmp_path):
     whole = train(files, tmp_path / "whole", *overrides, **how)
     died = train(files, tmp_path / "died", *overrides, planned=[(4, 0, faults.PUBLISH)], **how)
     assert len(died.restarts) == 1
-    assert died.metrics == whole.metrics
-    assert died.weights == whole.weights
+    died.require_same_as(whole)
+
+
+@pytest.mark.cells(2)
+def test_a_batch_that_was_generated_ahead_is_in_the_checkpoint_and_learned_from_after_it(ray_cluster, files, tmp_path):
+    """No engine has the version that generated it any more: after the loss of all ranks, and after a kill."""
+    overrides = ("trainer.placement=separate", "checkpoint_engine.backend=gloo", "trainer.save_freq=2")
+    how = {"trainer_class": OneStepOffPolicyTrainer}
+    whole = train(files, tmp_path / "whole", *overrides, **how)
+    overrides = (*overrides, "trainer.memory_checkpoint=off")
+    died = train(files, tmp_path / "died", *overrides, planned=[(4, 0, faults.UPDATE)], **how)
+    assert len(died.restarts) == 1
+    died.require_same_as(whole)
+    killed = tmp_path / "killed/out"
+    shutil.copytree(whole.directory / "out", killed)
+    for step in (4, 5):
+        shutil.rmtree(killed / f"global_step_{step}")
+        (killed / f"samples/{step}.jsonl").unlink()
+    (killed / "latest_checkpointed_iteration.txt").write_text("2")
+    train(files, tmp_path / "killed", *overrides, **how).require_same_as(whole)

@@ -138,6 +138,8 @@ class ActorRolloutRefWorker(WeightPublisher, RememberedWorker):
             memory_watch().device = partial(allocated, self.device_name)
         seed_everything(self._seed + self.rank)
         config = self.config
+        if config.rollout.full_determinism:
+            torch.use_deterministic_algorithms(True)
         if self._has_actor:
             self._actor = new_engine(
                 config.actor.strategy,

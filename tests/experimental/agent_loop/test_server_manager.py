@@ -9,10 +9,10 @@ from ray.exceptions import ActorDiedError
 from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.scripted_server import NO_WEIGHTS, said
 from verl.experimental.agent_loop import ServerManager
-from verl.experimental.agent_loop.server_manager import Sample
+from verl.experimental.agent_loop.server_manager import Recording, Sample
 from verl.utils.pictures import Picture
 from verl.workers.rollout.errors import ReplicaDied, ReplicaTimeout, RolloutError
-from verl.workers.rollout.records import SamplingOptions, WeightVersionSpan
+from verl.workers.rollout.records import SamplingOptions, TokenOutput, WeightVersionSpan
 
 PROMPT = [65, 66]
 SAMPLING = SamplingOptions(max_tokens=8)
@@ -211,3 +211,32 @@ async def test_killing_a_server_under_a_request_moves_the_request(start_server):
     await until_called(first)
     ray.kill(first)
     assert (await task).stop_reason == "completed"
+
+
+class Asked:
+    """A `ServerManager` that notes the seeds of requests."""
+
+    def __init__(self):
+        self.seeds = []
+
+    async def generate(self, request_id, prompt_ids, sampling, *, sample):
+        self.seeds.append(sampling.seed)
+        return TokenOutput([1], None, "length", ())
+
+
+async def test_every_call_of_a_sample_has_a_seed_of_its_own_that_follows_from_the_samples():
+    asked = Asked()
+    for seed in (7, 7, 8):
+        sample = Recording(asked, seed=seed)
+        for _ in range(3):
+            await sample.generate("any", PROMPT, {"max_tokens": 8})
+    assert asked.seeds[:3] == asked.seeds[3:6]
+    assert len(set(asked.seeds)) == 6
+
+
+async def test_without_a_seed_the_engine_draws_and_a_loop_may_still_give_one():
+    asked = Asked()
+    sample = Recording(asked)
+    await sample.generate("any", PROMPT, SAMPLING)
+    await sample.generate("any", PROMPT, sampling_params={"max_tokens": 8, "seed": 5})
+    assert asked.seeds == [None, 5]

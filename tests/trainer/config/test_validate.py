@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from verl.trainer.config.checks.algorithms import warnings
+from verl.trainer.config.checks.determinism import full_determinism
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import possible_fewer_ranks, validate
 from verl.utils.config import ConfigError
@@ -264,3 +265,47 @@ def test_the_trainer_has_the_engines_attention_where_both_shall_be_exact():
     config = load_config(["actor_rollout_ref.rollout.exact=true", "trainer.device=cpu"])
     validate(config)
     assert config.actor_rollout_ref.model.override_config == {"attn_implementation": "verl_exact"}
+
+
+DETERMINED = ("trainer.full_determinism=true", "trainer.device=cpu")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor_rollout_ref.rollout.exact=true",),
+        ("actor_rollout_ref.rollout.max_num_seqs=1", "actor_rollout_ref.rollout.enable_prefix_caching=false"),
+        ("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.max_num_seqs=1"),
+    ],
+)
+def test_two_runs_can_be_one_where_nothing_beside_a_sample_rounds_it(overrides):
+    config = load_config([*DETERMINED, *overrides])
+    validate(config)
+    assert config.actor_rollout_ref.rollout.full_determinism
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), "needs actor_rollout_ref.rollout.exact=true, or actor_rollout_ref.rollout.max_num_seqs=1 and enable_pre"),
+        (("actor_rollout_ref.rollout.max_num_seqs=1",), "enable_prefix_caching=false"),
+        (("actor_rollout_ref.rollout.name=hf",), "needs actor_rollout_ref.rollout.max_num_seqs=1: "),
+        (("actor_rollout_ref.rollout.exact=true", "trainer.min_ranks=1"), "trainer.min_ranks=1: fewer ranks sum in"),
+        (("actor_rollout_ref.rollout.exact=true", "reward_model.enable=true"), "reward_model.enable=true"),
+    ],
+)
+def test_what_keeps_two_runs_from_being_one_is_refused(overrides, told):
+    assert any(
+        line.startswith("trainer.full_determinism=true") and told in line for line in problems(*DETERMINED, *overrides)
+    )
+
+
+def test_an_engine_without_seeds_per_request_is_refused_also_where_it_is_not_installed():
+    config = load_config([*DETERMINED, "actor_rollout_ref.rollout.name=sglang"])
+    found = list(full_determinism(config))
+    assert any("rollout.name=vllm or hf: sglang takes no seed per request" in line for line in found)
+
+
+def test_an_engine_is_not_determined_where_the_run_is_not():
+    (found,) = problems("actor_rollout_ref.rollout.full_determinism=true", "trainer.device=cpu")
+    assert "follows trainer.full_determinism=true" in found

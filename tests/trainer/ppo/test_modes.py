@@ -42,3 +42,10 @@ def test_a_number_of_prompts_that_cannot_be_is_named(mode: type[RayPPOTrainer]):
         adapted(mode, "data.train_batch_size=-1")
     with pytest.raises(ConfigError, match="data.gen_batch_size=7"):
         adapted(mode, "data.gen_batch_size=7")
+
+
+def test_a_fully_asynchronous_run_cannot_be_repeated_and_says_why():
+    determined = ("trainer.full_determinism=true", "actor_rollout_ref.rollout.exact=true", "data.gen_batch_size=1")
+    with pytest.raises(ConfigError, match="the arrival of samples decides"):
+        adapted(FullyAsyncTrainer, *determined)
+    assert adapted(OneStepOffPolicyTrainer, *determined[:2]).trainer.full_determinism

@@ -109,7 +109,8 @@ class AgentLoopManager:
         worker that dies raises RayActorError. An unknown agent_name is a ConfigError before anything is generated.
         """
         # Loops work from the messages; tensors stay here.
-        sampling = {name: bool(prompts.meta_info.get(name, False)) for name in ("validate", "greedy")}
+        sampling: dict[str, Any] = {name: bool(prompts.meta_info.get(name, False)) for name in ("validate", "greedy")}
+        sampling["global_steps"] = int(prompts.meta_info.get("global_steps", 0))
         samples = DataProto(None, prompts.non_tensor_batch, sampling)
         if not len(samples):
             raise ValueError("there are no samples: prompts needs at least the column raw_prompt")

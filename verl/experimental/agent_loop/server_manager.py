@@ -15,6 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from verl.experimental.agent_loop.output import with_later
 from verl.utils.pictures import Picture
+from verl.utils.seeds import derived
 from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
 
@@ -286,14 +287,28 @@ def _first_line(exc: Exception) -> str:
 class Recording:
     """A `ServerManager` for one sample, of `group`, that records its outputs and counts."""
 
-    def __init__(self, servers: ServerManager, group: str | None = None) -> None:
+    def __init__(self, servers: ServerManager, group: str | None = None, seed: int | None = None) -> None:
+        """With `seed` every call has a seed of its own, from it and the number of calls before; else the engine draws.
+        A loop's own seed takes its place."""
         self._servers = servers
         self.sample = Sample(group)
+        self._seed = seed
+        self._calls = itertools.count()
         self.generated: list[TokenOutput] = []
 
-    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingOptions | Mapping[str, Any],
+        **seen: Any,
+    ) -> TokenOutput:
         """See `ServerManager.generate`."""
-        output = await self._servers.generate(*args, sample=self.sample, **kwargs)
+        sampling, call = SamplingOptions.of(sampling_params), next(self._calls)
+        if self._seed is not None:
+            given = self._seed if sampling.seed is None else sampling.seed
+            sampling = replace(sampling, seed=derived(given, call))
+        output = await self._servers.generate(request_id, prompt_ids, sampling, sample=self.sample, **seen)
         self.generated.append(output)
         return output
 

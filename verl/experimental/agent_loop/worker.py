@@ -21,6 +21,7 @@ from verl.utils.lifetime import begin_actor
 from verl.utils.model import load_tokenizer
 from verl.utils.pictures import MULTI_MODAL_DATA, SEEN
 from verl.utils.progress import Progress
+from verl.utils.seeds import derived
 from verl.utils.user_code import UserCodeError
 from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.config.rollout import AgentConfig
@@ -103,8 +104,10 @@ class AgentLoopWorker:
         running = _Running(validate, len(samples))
         asked: list[Sample] = []
 
+        step = samples.meta_info.get("global_steps", 0)
+
         async def run(row: dict[str, Any], index: int) -> AgentLoopOutput:
-            servers = Recording(self._servers, row.get("uid"))
+            servers = Recording(self._servers, row.get("uid"), self._seed(step, row, index))
             asked.append(servers.sample)
             return running.finish(await self._run_one(row, sampling, index, servers))
 
@@ -131,6 +134,11 @@ class AgentLoopWorker:
             **{name: sum(getattr(sample, name) for sample in asked) for name in COUNTS},
         }
         return batch
+
+    def _seed(self, step: int, row: Mapping[str, Any], index: int) -> int | None:
+        """Of the sample at `index` of a batch; None if the engine draws."""
+        trainer = self._config.trainer
+        return derived(trainer.seed, step, row.get("uid"), index) if trainer.full_determinism else None
 
     async def _run_one(
         self, row: dict[str, Any], sampling: SamplingOptions, index: int, servers: Recording

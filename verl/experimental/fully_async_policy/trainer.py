@@ -65,6 +65,11 @@ class FullyAsyncTrainer(RayPPOTrainer):
             raise ConfigError(
                 f"data.gen_batch_size={config.data.gen_batch_size}, but prompts are generated one by one: 1"
             )
+        if config.trainer.full_determinism:
+            raise ConfigError(
+                "trainer.full_determinism=true: in a fully asynchronous run the arrival of samples decides what a step "
+                "learns from, and with which weights they are generated. Use main_ppo or one_step_off_policy"
+            )
         rollout = config.actor_rollout_ref.rollout
         agent = replace(rollout.agent, partial_rollout=config.async_training.partial_rollout)
         policy = replace(config.actor_rollout_ref, rollout=replace(rollout, agent=agent))

@@ -51,6 +51,8 @@ def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, An
             _fill(critic, name, actor[name])
     if rollout.get("exact"):
         _fill(_section(_section(policy, "model"), "override_config"), ATTENTION, EXACT)
+    if _section(filled, "trainer").get("full_determinism") is True:
+        rollout["full_determinism"] = True
     _fill(critic, "strategy", "megatron" if actor.get("strategy") == "megatron" else "fsdp2")
     _share(filled)
     if any(note.costs and note.key.endswith(_SPLIT) for note in notes):

@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from verl.checkpoint_engine.errors import BackendUnavailable
-from verl.trainer.config.checks import algorithms, critic, devices, engines, names, profiler, rewards, sizes, teachers
+from verl.trainer.config.checks import (
+    algorithms,
+    critic,
+    determinism,
+    devices,
+    engines,
+    names,
+    profiler,
+    rewards,
+    sizes,
+    teachers,
+)
 from verl.utils.config import ConfigError
 from verl.utils.pictures import pixel_limits
 from verl.workers.config import PPOConfig
@@ -89,6 +100,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     engines.lora,
     engines.exact,
     engines.kv_across_versions,
+    determinism.full_determinism,
     engines.checkpoint_engine,
     _limits_of_pixels,
     _min_ranks,

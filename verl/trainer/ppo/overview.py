@@ -61,6 +61,11 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
             f"kv_across_versions: {rollout.kv_across_versions}: tokens after a sync may attend to keys and values of "
             "older weights, so their log-probs are those of no version; importance ratios correct for that, too"
         )
+    if trainer.full_determinism:
+        yield (
+            "full_determinism: the same settings and hardware give the same bits. Not covered: tools and rewards that "
+            "answer differently or too late, and requests that an agent loop makes in any order"
+        )
     if rollout.quantization is not None:
         yield f"quantization: {rollout.quantization}{_correction(config)}"
     if config.reward_model.enable:

@@ -17,6 +17,7 @@ from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.step import Step
 from verl.trainer.ppo.traces import Traces
 from verl.utils.dataset import PromptLoader
+from verl.utils.seeds import derived_name
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import RewardManager, RewardOutput
 
@@ -48,10 +49,18 @@ class Sampling:
     def draw(self, step: int) -> DataProto:
         """The next prompts, for `step`; behind the end of an epoch, those of the next."""
         prompts = DataProto.from_dict(non_tensors=next(self._rows))
-        uids = [uuid.uuid4().hex for _ in range(len(prompts))]
+        uids = self._names(len(prompts))
         prompts.non_tensor_batch["uid"] = np.array(uids, dtype=object)
         prompts.meta_info["global_steps"] = step
         return prompts.repeat(self._config.actor_rollout_ref.rollout.n, interleave=True)
+
+    def _names(self, count: int) -> list[str]:
+        """Of the prompts just drawn; with `full_determinism` they follow from their place in the data."""
+        trainer = self._config.trainer
+        if not trainer.full_determinism:
+            return [uuid.uuid4().hex for _ in range(count)]
+        position = self._dataloader.state_dict()
+        return [derived_name(trainer.seed, position["epoch"], position["position"], row) for row in range(count)]
 
     def generate(self, prompts: DataProto, now: Step) -> DataProto:
         return self.chosen(self.joined(prompts, self._generated(prompts, now), now), now)

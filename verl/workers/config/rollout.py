@@ -94,6 +94,7 @@ class RolloutConfig(Section):
     top_p: float = option(1.0, "keep the smallest set of tokens with this probability mass", above=0, most=1)
     do_sample: bool = option(True, "false: greedy")
     seed: int = option(0, "seed of the engine", least=0, below=2**32)
+    full_determinism: bool = option(False, "follows trainer.full_determinism: every request has a seed of its own")
     prompt_length: int | None = option(None, "tokens; null: data.max_prompt_length", least=1)
     response_length: int | None = option(None, "tokens; null: data.max_response_length", least=1)
     dtype: str = option("bfloat16", "dtype of the engine's weights", choices=("bfloat16", "float16", "float32"))

@@ -57,6 +57,11 @@ class TrainerConfig:
     )
     device: str | None = option(None, "cpu, cuda or npu; null: what is there", choices=(None, *DEVICES))
     seed: int = option(1, "seed of parameter initialisation, data order and sampling", least=0, below=2**32)
+    full_determinism: bool = option(
+        False,
+        "two runs with the same settings on the same hardware compute the same bits, also when one is resumed or loses "
+        "trainer ranks (cpu; see docs/compare_runs.md); what cannot be is refused",
+    )
     val_before_train: bool = option(True, "validate before the first step")
     val_only: bool = option(False, "validate and stop")
     test_freq: int = option(

@@ -186,7 +186,7 @@ def of_fsdp(section: str) -> dict[str, Rule]:
             why="buffers keep the dtype that transformers gives them", only=one_of("fp32", "float32"), otherwise="fp32"
         ),
         f"{section}.seed": NoEffect(why="the model comes from a checkpoint; trainer.seed draws what does not"),
-        f"{section}.full_determinism": off("kernels are torch's usual ones"),
+        f"{section}.full_determinism": off("set trainer.full_determinism=true, which is for the whole run"),
         f"{section}.use_torch_compile": NoEffect(why="nothing is compiled: the same numbers, slower", costs=is_true),
         f"{section}.entropy_checkpointing": NoEffect(why="recomputed never: the same numbers", costs=is_true),
         f"{section}.entropy_from_logits_with_chunking": NoEffect(why="the same numbers, more memory", costs=is_true),

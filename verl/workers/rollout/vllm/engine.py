@@ -165,7 +165,8 @@ class VLLMEngine:
             "max_num_seqs": config.max_num_seqs,
             # vLLM wants room for one token of each sequence, and without chunks for a whole prompt.
             "max_num_batched_tokens": max(config.max_num_batched_tokens, spec.max_model_len, config.max_num_seqs),
-            "enable_chunked_prefill": config.enable_chunked_prefill,
+            # vLLM cannot draw again for a request with a seed whose prompt it has cut, on a CPU.
+            "enable_chunked_prefill": config.enable_chunked_prefill and not config.full_determinism,
             "enable_prefix_caching": config.enable_prefix_caching,
             "enforce_eager": config.enforce_eager or spec.device == "cpu",
             "enable_sleep_mode": spec.can_sleep,

@@ -12,19 +12,26 @@ the trainer goes back to an older step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.trainer.plain_state import from_plain, to_plain
 from verl.trainer.ppo.generation import Generation
 from verl.trainer.ppo.going_back import StateLost
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
 from verl.trainer.ppo.step import Step
 from verl.utils.config import ConfigError
+from verl.utils.measured import is_measured
 from verl.workers.config import PPOConfig
+
+AHEAD = "generated_ahead"
+"""In a checkpoint's state of the data: names of prompts, their responses, and their greedy responses or None."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,12 @@ class Upcoming:
         """Done when the engines have generated all of it."""
         return (self.greedy or self.generation).future
 
+    def to_plain(self) -> Any:
+        """What the engines generated, for a checkpoint, without what was measured. Waits for it."""
+        uids = self.prompts.non_tensor_batch["uid"].tolist()
+        greedy = None if self.greedy is None else _without_measured(self.greedy.result())
+        return to_plain((uids, _without_measured(self.generation.result()), greedy))
+
     def abandon(self) -> None:
         for generation in (self.generation, self.greedy):
             if generation is not None:
@@ -52,6 +65,9 @@ class Upcoming:
 
 class OneStepOffPolicyTrainer(RayPPOTrainer):
     """A `RayPPOTrainer` that trains while engines generate the next batch. Needs engines on devices of their own."""
+
+    _ahead: tuple[list[str], DataProto, DataProto | None] | None = None
+    """What came with a checkpoint under AHEAD, until the first batch."""
 
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
@@ -88,13 +104,30 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
         return self.result(step)
 
     def start_next(self, batches: Iterator[tuple[int, DataProto]]) -> Upcoming | None:
-        """Have the engines generate the next batch with their present version; None if there is no further batch."""
+        """Have the engines generate the next batch with their present version; None if there is no further batch.
+
+        A batch that came with a checkpoint is used as it is: no engine has the version that generated it.
+        """
         state = self.train_dataloader.state_dict()
         for step, prompts in batches:
+            if (ahead := self._generated_ahead(prompts)) is not None:
+                generation, greedy = ahead
+                return Upcoming(step, prompts, generation, greedy, state)
             generation = self.rollouts.start(prompts)
             greedy = self.rollouts.start(self.sampling.greedily(prompts)) if self.sampling.needs_greedy else None
             return Upcoming(step, prompts, generation, greedy, state)
         return None
+
+    def _generated_ahead(self, prompts: DataProto) -> tuple[Generation, Generation | None] | None:
+        """The responses to `prompts` that came with the checkpoint, if that has any."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        uids, generated, greedy = ahead
+        if uids != prompts.non_tensor_batch["uid"].tolist():
+            logger.warning("the checkpoint's batch that was generated ahead is of other prompts, and is not used")
+            return None
+        return Generation.of(generated), None if greedy is None else Generation.of(greedy)
 
     def finish(self, upcoming: Upcoming, now: Step) -> DataProto:
         """Wait for the batch. Raises the errors of its generation.
@@ -106,5 +139,23 @@ class OneStepOffPolicyTrainer(RayPPOTrainer):
         return self.sampling.chosen(self.sampling.joined(upcoming.prompts, generated, now, greedy), now)
 
     def state_before(self, upcoming: Upcoming | None) -> dict[str, Any]:
-        """The data loader's state before the upcoming batch, which a resumed run generates again."""
-        return upcoming.dataloader_state if upcoming else self.train_dataloader.state_dict()
+        """The data loader's state before the upcoming batch, which a resumed run generates again.
+
+        With `full_determinism` the batch itself is in it, too: a resumed run has other weights than those that
+        generated it.
+        """
+        if upcoming is None:
+            return self.train_dataloader.state_dict()
+        if not self.config.trainer.full_determinism:
+            return upcoming.dataloader_state
+        return upcoming.dataloader_state | {AHEAD: upcoming.to_plain()}
+
+    def restore_prompts(self, state: Mapping[str, Any]) -> None:
+        super().restore_prompts(state)
+        self._ahead = from_plain(state[AHEAD]) if AHEAD in state else None
+
+
+def _without_measured(generated: DataProto) -> DataProto:
+    timing = generated.meta_info.get("timing", {})
+    computed = {name: value for name, value in timing.items() if not is_measured(name)}
+    return DataProto(generated.batch, generated.non_tensor_batch, generated.meta_info | {"timing": computed})

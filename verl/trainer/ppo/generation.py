@@ -40,6 +40,13 @@ class Generation:
     """Done when no request of the batch is running any more."""
     _healed: Callable[[], DataProto]
 
+    @classmethod
+    def of(cls, generated: DataProto) -> Generation:
+        """One that is over."""
+        future: Future[DataProto] = Future()
+        future.set_result(generated)
+        return cls(future, future.result)
+
     def result(self) -> DataProto:
         """Wait, and return or raise what `generate_sequences` would; dead engines are healed likewise."""
         return self._healed()

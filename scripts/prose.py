@@ -17,7 +17,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = ("docs/configuration.md", "docs/models.md", "docs/coming-from-verl.md")
+GENERATED = ("docs/configuration.md", "docs/models.md", "docs/coming-from-verl.md", "docs/conformance.md")
 NOT_COUNTED = ("SECURITY.md", "scripts/coming_from_verl.md", "docs/benchmarks/plan.md", "docs/lab/mutants.md")
 """Beside the generated pages: tables that programs write, and what is not a part of the guide."""
 RECORDS = ("docs/adr/", "docs/lab/")

@@ -21,6 +21,7 @@ MAKE_TEST = "not job or once"
 FIXTURES = {"ray_cluster", "warm", "ranks"}
 MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
+    "tests/checkpoint_engine/conformance/test_verdicts.py",
     "tests/benchmarks/",
     "tests/distributions/",
     "tests/e2e/",
@@ -155,6 +156,11 @@ ONCE: dict[str, tuple[str, ...]] = {
     "a publisher of another host that is killed while a server loads": (
         "tests/checkpoint_engine/publisher/test_rescue.py::test_a_server_of_another_host_serves_what_it_holds_or_refuses_"
         "to[amid the load]",
+    ),
+    "a server whose fault is known": (
+        "tests/checkpoint_engine/conformance/test_verdicts.py::test_the_command_writes_its_reports",
+        "tests/checkpoint_engine/conformance/test_verdicts.py::test_wrong_input",
+        "tests/checkpoint_engine/conformance/test_verdicts.py::test_a_tied_head",
     ),
     "a certified model": ("tests/checkpoint_engine/test_certify.py::test_a_model_that_vllm_serves_right_is_certified",),
     "calls of ranks on Ray": (

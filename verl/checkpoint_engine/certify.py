@@ -1,12 +1,19 @@
 """Prove that a model's weights reach vLLM complete. Run it before you train a new architecture.
 
     python -m verl.checkpoint_engine.certify --model DIR
+    python -m verl.checkpoint_engine.certify --model DIR --server URL --route disk
 
-A real engine starts from dummy weights and gets three versions through the checkpoint engine: the model's, another one,
-and the model's again. After each version the program compares every tensor of vLLM, bit for bit, with vLLM's own load
+The first form: a real engine starts from dummy weights and gets three versions through the checkpoint engine: the
+model's, another one, and the model's again. After each the program compares every tensor of vLLM with vLLM's own load
 from disk, and greedy tokens with Hugging Face's. It needs vLLM, memory for about six copies of the model (two of
-Hugging Face, two of vLLM, two slots of the arena) and room for one in the temporary directory ($TMPDIR). Exit code 0:
-all is equal; 1: something differs; 2: the model could not be tried; 130: ended by Ctrl-C or SIGTERM.
+Hugging Face, two of vLLM, two slots of the arena) and room for one in the temporary directory ($TMPDIR).
+
+The second form certifies a running server that serves the model, by log-probs alone; nothing is loaded into it but
+versions. The server gets a changed version, the model, and both again, with requests in flight. On its host it must be
+able to read the temporary directory.
+
+Exit code 0: all is equal; 1: something differs; 2: it could not be tried; 3: skipped, the route needs a device; 130:
+ended by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -320,6 +327,15 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", default="naive", metavar="B", help="of the checkpoint engine (default naive)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    served = parser.add_argument_group("a running server")
+    served.add_argument("--server", metavar="URL", help="certify this server of vLLM instead of starting one")
+    served.add_argument("--route", metavar="R", help="how versions reach it: arena, update, disk, checkpoint_engine")
+    served.add_argument(
+        "--pause-mode", choices=("wait", "abort", "keep"), default="wait", help="of requests in flight (default wait)"
+    )
+    served.add_argument("--timeout-seconds", type=float, default=300.0, metavar="S", help="of each call (default 300)")
+    served.add_argument("--html", type=Path, metavar="FILE", help="write a report for people there")
+    served.add_argument("--junit", type=Path, metavar="FILE", help="write a report for CI there")
     return parser
 
 
@@ -347,6 +363,10 @@ def _main(options: argparse.Namespace) -> int:
     try:
         if options.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {options.tensor_parallel_size}")
+        if options.server is not None:
+            return _certify_server(options)
+        if options.route is not None:
+            raise ConfigError("--route is of a running server: name it with --server URL")
         with _scratch() as scratch:
             certificate = certify(
                 options.model.expanduser().absolute(),
@@ -362,6 +382,29 @@ def _main(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(asdict(certificate) | {"passed": certificate.passed}, indent=2) + "\n")
     sys.stdout.write(table(certificate) + "\n")
     return 0 if certificate.passed else 1
+
+
+def _certify_server(options: argparse.Namespace) -> int:
+    """Raises ConfigError, OSError."""
+    from .conformance.command import Options
+    from .conformance.command import main as certify_server
+
+    if options.route is None:
+        raise ConfigError("--server needs --route: arena, update, disk or checkpoint_engine")
+    if options.timeout_seconds <= 0:
+        raise ConfigError(f"--timeout-seconds must be more than 0, not {options.timeout_seconds:g}")
+    model = options.model.expanduser().absolute()
+    checkpoint_files(model)
+    asked = Options(
+        server=options.server,
+        model=model,
+        route=options.route,
+        dtype=options.dtype,
+        pause_mode=options.pause_mode,
+        timeout_s=options.timeout_seconds,
+    )
+    with _scratch() as scratch:
+        return certify_server(asked, scratch, html=options.html, junit=options.junit, answer=options.json)
 
 
 if __name__ == "__main__":

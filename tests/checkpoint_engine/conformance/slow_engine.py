@@ -1,0 +1,161 @@
+"""A serving engine of transformers with vLLM's routes, a prefix cache and requests in flight, and switches that break
+it. It shows what a run says of a fault that is known; whether a real engine is right, real engines show."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.http_server import http_server
+
+State = dict[str, torch.Tensor]
+Loader = Callable[[State, State], State]
+"""(what the engine had, what the files say) to what it has then."""
+
+
+class SlowEngine:
+    """Faults are attributes: set one, and the engine has it from the next request on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.heal()
+        self._label, self._paused, self._running = "default", False, 0
+        self._cache: dict[tuple[int, ...], Any] = {}
+        self._hits = 0
+        self._step, self._may_run = threading.Lock(), threading.Condition()
+
+    def heal(self) -> None:
+        self.loader: Loader = lambda _, new: new
+        self.keeps_cache = self.ignores_pause = self.drops_running = self.ignores_resume = False
+        self.after_answer_s = self.step_s = 0.0
+        self.named: Callable[[str], str] = lambda label: label
+        self.decodes_with: Any = None
+        self.names_on_pause: str | None = None
+        self.hangs_s = 0.0
+        with getattr(self, "_may_run", threading.Condition()):
+            self._paused = False
+            if hasattr(self, "_may_run"):
+                self._may_run.notify_all()
+
+    def load(self, directory: Path) -> None:
+        new = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+        with self._step, torch.no_grad():
+            old = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            for name, tensor in self.loader(old, dict(new)).items():
+                self.model.state_dict()[name].copy_(tensor)
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        path = path.partition("?")[0]
+        found = self._answer(path, json.loads(body or b"{}"))
+        return (
+            (404, b"{}") if found is None else (200, found if isinstance(found, bytes) else json.dumps(found).encode())
+        )
+
+    def _answer(self, path: str, body: dict[str, Any]) -> Any:
+        said: dict[str, Callable[[], Any]] = {
+            "/v1/models": lambda: {"data": [{"id": "slow", "max_model_len": 256}]},
+            "/version": lambda: {"version": "of transformers"},
+            "/metrics": lambda: f'vllm:prefix_cache_hits_total{{engine="0"}} {self._hits}\n'.encode(),
+            "/weight_info": lambda: {"weight_version": self._label},
+            "/is_paused": lambda: {"is_paused": self._paused},
+        }
+        if path in said:
+            return said[path]()
+        if path == "/pause":
+            return self._pause()
+        if path == "/resume":
+            with self._may_run:
+                self._paused = self._paused and self.ignores_resume
+                self._may_run.notify_all()
+            return {}
+        if path == "/collective_rpc":
+            return self._reload(Path(body["kwargs"]["weights_path"]))
+        if path in ("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"):
+            if path == "/reset_prefix_cache" and not self.keeps_cache:
+                self._cache.clear()
+            return {"success": True}
+        if path == "/update_weight_version":
+            self._label = self.named(body["new_version"])
+            return {"success": True}
+        if path == "/v1/completions":
+            return self._complete(body["prompt"], body["max_tokens"], "prompt_logprobs" in body)
+        return None
+
+    def _pause(self) -> dict[str, Any]:
+        if self.names_on_pause is not None:
+            self._label = self.names_on_pause
+            time.sleep(0.2)
+        with self._may_run:
+            self._paused = not self.ignores_pause
+            while self._running and not self.ignores_pause and not self.drops_running:
+                self._may_run.wait(0.1)
+        return {}
+
+    def _reload(self, directory: Path) -> dict[str, Any]:
+        time.sleep(self.hangs_s)
+        if self.after_answer_s:
+            threading.Timer(self.after_answer_s, self.load, [directory]).start()
+        else:
+            self.load(directory)
+        return {"results": [None]}
+
+    @torch.inference_mode()
+    def _complete(self, prompt: list[int], num_tokens: int, prompt_too: bool) -> dict[str, Any] | None:
+        with self._may_run:
+            while self._paused:
+                self._may_run.wait(0.1)
+            self._running += 1
+        try:
+            return self._generate(prompt, num_tokens, prompt_too)
+        finally:
+            with self._may_run:
+                self._running -= 1
+                self._may_run.notify_all()
+
+    def _generate(self, prompt: list[int], num_tokens: int, prompt_too: bool) -> dict[str, Any] | None:
+        ids = torch.tensor([prompt])
+        if prompt_too:
+            with self._step:
+                scores = self.model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+            places = [{str(token): {"logprob": float(scores[at, token])}} for at, token in enumerate(prompt[1:])]
+            return {"choices": [{"prompt_logprobs": [None, *places], "finish_reason": "length", "token_ids": []}]}
+        key = tuple(prompt)
+        with self._step:
+            if key in self._cache and len(prompt) >= 128:
+                self._hits += len(prompt)
+            else:
+                read = self.model(input_ids=ids[:, :-1], use_cache=True)
+                self._cache[key] = read.past_key_values
+            past = copy.deepcopy(self._cache[key])
+        token, tokens, log_probs = prompt[-1], [], []
+        for _ in range(num_tokens):
+            if self.drops_running and self._paused:
+                return None
+            with self._step:
+                model = self.decodes_with or self.model
+                found = model(input_ids=torch.tensor([[token]]), past_key_values=past, use_cache=True)
+            scores = found.logits[0, -1].log_softmax(-1)
+            token = int(scores.argmax())
+            tokens.append(token)
+            log_probs.append(float(scores[token]))
+            time.sleep(self.step_s)
+        logprobs = {"token_logprobs": log_probs}
+        return {"choices": [{"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}]}
+
+
+@contextmanager
+def slow_engine(directory: Path) -> Iterator[tuple[SlowEngine, str]]:
+    engine = SlowEngine(directory)
+    with http_server(engine.answer) as url:
+        yield engine, url

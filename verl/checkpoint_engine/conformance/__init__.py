@@ -1,0 +1,1 @@
+"""Conformance: whether a serving engine computes with the weights that an update brought, whoever wrote the engine."""

@@ -1,0 +1,107 @@
+"""`certify --server`: the run of a server that somebody else has started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
+from ..support.console import say
+from .oracle import MARGIN, changed_version, configured_dtype, vocabulary
+from .probes import ProbedVLLM
+from .report import as_json, as_text, write_html, write_junit
+from .routes import route_of
+from .sequence import NUM_PROBES, PROBE_TOKENS, TOLERANCES, Run, certify
+from .verdicts import Report
+
+SKIPPED = 3
+"""Exit code: nothing was tried, because the route needs a device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    server: str
+    model: Path
+    route: str
+    dtype: str = "auto"
+    pause_mode: str = "wait"
+    timeout_s: float = 300.0
+    tolerance: float | None = None
+
+
+def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> Report:
+    """Certify a running server. `scratch`: a directory that the server's host can read, too.
+
+    Raises ConfigError, BackendUnavailable, TransportError if nothing could be tried.
+    """
+    route = route_of(options.route, options.server, timeout_s=options.timeout_s, pause_mode=options.pause_mode)
+    server = ProbedVLLM(options.server, timeout_s=options.timeout_s)
+    route.check()
+    dtype = options.dtype if options.dtype != "auto" else server.dtype() or configured_dtype(options.model)
+    if dtype not in TOLERANCES:
+        raise ConfigError(f"the server computes in {dtype}: {', '.join(TOLERANCES)} have an oracle")
+    tolerance = options.tolerance or TOLERANCES[dtype]
+    longest = server.longest() or PROBE_TOKENS + 2
+    prompts = _prompts(vocabulary(options.model), min(PROBE_TOKENS, longest - 2))
+    oracle, _ = changed_version(options.model, scratch / "B", prompts, dtype, tolerance, tell)
+    power = oracle.power()
+    seen = [effect for effect in power.values() if effect > MARGIN * tolerance]
+    report = Report(
+        server=server.url,
+        model=str(options.model),
+        route=options.route,
+        engine=server.engine,
+        dtype=dtype,
+        oracle="log-probs of transformers' model, computed in float32 with the weights of each version",
+        tolerance=tolerance,
+        groups=len(power),
+        unseen=[name for name, effect in power.items() if effect <= MARGIN * tolerance],
+        weakest=min(seen, default=0.0),
+    )
+    whole = Run(
+        server=server,
+        route=route,
+        oracle=oracle,
+        directories=(options.model, scratch / "B"),
+        tolerance=tolerance,
+        timeout_s=options.timeout_s,
+        pause_mode=options.pause_mode,
+        steps=report.steps,
+    )
+    try:
+        for step in certify(whole, tell):
+            tell(f"{step.name}: {', '.join(one.fault for one in step.findings) or 'no fault'}")
+    finally:
+        route.close()
+    report.cache = whole.cache
+    return report
+
+
+def _prompts(vocab: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocab, (length - 3 * at,), generator=generator).tolist() for at in range(NUM_PROBES)]
+
+
+def main(options: Options, scratch: Path, *, html: Path | None, junit: Path | None, answer: Path | None) -> int:
+    """Exit code 0: certified; 1: not; 2: the server could not be tried; 3: skipped, the route needs a device."""
+    try:
+        report = run(options, scratch)
+    except BackendUnavailable as exc:
+        say(f"skipped: {exc}")
+        return SKIPPED
+    except CheckpointEngineError as exc:
+        say(f"error: {exc}")
+        return 2
+    writers: list[tuple[Path | None, Callable[[Report, Path], Any]]] = [(html, write_html), (junit, write_junit)]
+    writers.append((answer, lambda found, file: file.write_text(json.dumps(as_json(found), indent=2) + "\n")))
+    for file, write in writers:
+        if file is not None:
+            write(report, file)
+    sys.stdout.write(as_text(report) + "\n")
+    return 0 if report.passed else 1

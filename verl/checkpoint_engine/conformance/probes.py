@@ -1,0 +1,124 @@
+"""Questions to a serving engine that is not ours, over its public HTTP routes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import CheckpointEngineError, ConfigError
+from ..parameter_server.http_server import HttpServer, Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Tokens generated for a prompt, greedily, and their log-probs as the server reports them."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    aborted: bool = False
+
+
+class Probed(Protocol):
+    """The interface that a run needs of a server. Methods block. They raise Refused, TransportError and
+    TransportTimeout."""
+
+    url: str
+    engine: str
+
+    def log_probs(self, prompt: Sequence[int]) -> list[float]:
+        """Of every token of `prompt` but the first, computed now, not from a cache."""
+        ...
+
+    def continued(self, prompt: Sequence[int], num_tokens: int) -> Answer: ...
+    def label(self) -> str | None:
+        """The version that the server reports; None if it reports none."""
+        ...
+
+    def longest(self) -> int:
+        """The most tokens of a prompt and its answer together."""
+        ...
+
+    def dtype(self) -> str | None: ...
+    def cache_hits(self) -> float | None:
+        """Tokens read from the prefix cache since the start; None if the server does not count them."""
+        ...
+
+    def digests(self) -> dict[str, str]:
+        """Digest of each tensor that the server shows; empty if it shows none."""
+        ...
+
+
+class ProbedVLLM:
+    """A server of vLLM: `vllm serve`, with or without VLLM_SERVER_DEV_MODE."""
+
+    def __init__(self, url: str, *, timeout_s: float, name: str | None = None) -> None:
+        """`name`: of the model in requests; default: the first that the server lists. Raises ConfigError."""
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self.url = self._http.url
+        try:
+            models = self._http.call("GET", "/v1/models")["data"]
+            version = self._http.call("GET", "/version")["version"]
+        except (KeyError, TypeError, Refused) as exc:
+            raise ConfigError(f"the server at {url} is not vLLM: {exc}") from exc
+        self.engine = f"vLLM {version}"
+        self._longest = int(models[0].get("max_model_len") or 0)
+        self.name = name or models[0]["id"]
+
+    def _complete(self, prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+        body = {
+            "model": self.name,
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer: dict[str, Any] = self._http.call("POST", "/v1/completions", body | more)["choices"][0]
+        return answer
+
+    def log_probs(self, prompt: Sequence[int]) -> list[float]:
+        places = self._complete(prompt, 1, prompt_logprobs=0)["prompt_logprobs"]
+        return [float(place[str(token)]["logprob"]) for place, token in zip(places[1:], prompt[1:], strict=True)]
+
+    def continued(self, prompt: Sequence[int], num_tokens: int) -> Answer:
+        found = self._complete(prompt, num_tokens, logprobs=0)
+        tokens = found["token_ids"] or []
+        log_probs = (found["logprobs"] or {}).get("token_logprobs") or []
+        return Answer(
+            prompt=prompt,
+            tokens=tokens,
+            log_probs=log_probs,
+            aborted=found.get("finish_reason") not in ("length", "stop"),
+        )
+
+    def label(self) -> str | None:
+        try:
+            found: str = self._http.call("GET", "/weight_info")["weight_version"]
+        except Refused:
+            return None
+        return found
+
+    def longest(self) -> int:
+        return self._longest
+
+    def dtype(self) -> str | None:
+        with suppress(CheckpointEngineError, KeyError, TypeError):
+            found = self._http.call("GET", "/server_info?config_format=json")["vllm_config"]["model_config"]["dtype"]
+            return str(found).removeprefix("torch.")
+        return None
+
+    def cache_hits(self) -> float | None:
+        with suppress(CheckpointEngineError):
+            for line in self._http.call("GET", "/metrics", is_json=False).splitlines():
+                if line.startswith("vllm:prefix_cache_hits_total"):
+                    return float(line.rpartition(" ")[2])
+        return None
+
+    def digests(self) -> dict[str, str]:
+        with suppress(CheckpointEngineError, KeyError, TypeError):
+            found: dict[str, str] = self._http.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
+            return {name.rpartition(":")[2]: digest for name, digest in found.items()}
+        return {}

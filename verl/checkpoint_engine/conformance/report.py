@@ -1,0 +1,110 @@
+"""A conformance report as text, JSON, JUnit and HTML. No torch."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from .verdicts import FAULTS, Finding, Report
+
+MOST_TENSORS = 6
+MOST_TOKENS = 12
+
+
+def as_text(report: Report) -> str:
+    lines = [
+        f"{report.engine} at {report.server}, {report.model} in {report.dtype}, route {report.route}",
+        f"oracle: {report.oracle}; tolerance {report.tolerance:g} nats",
+        f"power: {report.groups - len(report.unseen)} of {report.groups} tensors change a log-prob, by at least "
+        f"{report.weakest:.2g} nats, if one alone is missing",
+        f"prefix cache: {report.cache}",
+        f"{'':<14}{'update':>9}{'log-probs':>11}{'largest difference':>20}{'in flight':>11}",
+    ]
+    if report.unseen:
+        lines.insert(3, f"not seen by log-probs: {_listed(report.unseen)}")
+    lines += [
+        f"{step.name:<14}{step.seconds:>7.2f} s{step.tokens:>11}{step.deviation:>20.2g}{step.in_flight:>11}"
+        for step in report.steps
+    ]
+    for step in report.steps:
+        lines += [f"  {step.name}: {text}" for finding in step.findings for text in _finding(finding)]
+    lines.append(
+        "certified: the server computes with every version that it was sent" if report.passed else "NOT certified"
+    )
+    return "\n".join(lines)
+
+
+def _listed(names: Any) -> str:
+    more = len(names) - MOST_TENSORS
+    return ", ".join(names[:MOST_TENSORS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    name = finding.fault + (f" (or {finding.or_else})" if finding.or_else else "")
+    subject = f"{_listed(finding.tensors)} " if finding.tensors else ""
+    yield f"{name}: {subject}{finding.text}"
+    if finding.prompt:
+        more = "..." if len(finding.prompt) > MOST_TOKENS else ""
+        yield f"    shown by the prompt {list(finding.prompt[:MOST_TOKENS])}{more}"
+    yield f"    of this kind: {finding.thread}"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    found = asdict(report) | {"passed": report.passed}
+    for step, said in zip(report.steps, found["steps"], strict=True):
+        for finding, written in zip(step.findings, said["findings"], strict=True):
+            written["thread"] = finding.thread
+    return found
+
+
+def write_junit(report: Report, file: Path) -> None:
+    """One test case for each step."""
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"verl-sync certify --route {report.route}",
+        tests=str(len(report.steps)),
+        failures=str(sum(bool(step.findings) for step in report.steps)),
+        errors="0",
+        skipped="0",
+    )
+    for step in report.steps:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"conformance.{report.route}", name=step.name, time=f"{step.seconds:.3f}"
+        )
+        if step.findings:
+            text = "\n".join(line for finding in step.findings for line in _finding(finding))
+            failure = ElementTree.SubElement(case, "failure", message=step.findings[0].fault)
+            failure.text = text
+    ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
+
+
+def write_html(report: Report, file: Path) -> None:
+    """One file without scripts or links to other files but the threads."""
+    rows = "".join(
+        f"<tr><td>{html.escape(step.name)}<td>{step.seconds:.2f} s<td>{step.tokens}<td>{step.deviation:.2g}"
+        f"<td>{step.in_flight}<td>{html.escape(', '.join(one.fault for one in step.findings)) or 'none'}"
+        for step in report.steps
+    )
+    told = "".join(
+        f"<li><b>{html.escape(step.name)}: {html.escape(one.fault)}</b>. {FAULTS[one.fault][0]} "
+        f"<code>{html.escape(_listed(one.tensors))}</code> {html.escape(one.text)}. "
+        f'<a href="{html.escape(one.thread)}">Of this kind</a>'
+        for step in report.steps
+        for one in step.findings
+    )
+    title = f"{report.engine}, route {report.route}: {'certified' if report.passed else 'NOT certified'}"
+    file.write_text(
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
+        "<style>body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.2em .8em}</style>"
+        f"<h1>{html.escape(title)}</h1>"
+        f"<p>{html.escape(report.model)} in {report.dtype} at {html.escape(report.server)}. "
+        f"Oracle: {html.escape(report.oracle)}; tolerance {report.tolerance:g} nats. {report.groups} tensors, "
+        f"{len(report.unseen)} not seen, weakest effect {report.weakest:.2g} nats. "
+        f"Prefix cache: {html.escape(report.cache)}."
+        "<table><tr><th>step<th>update<th>log-probs<th>largest difference<th>in flight<th>faults"
+        f"{rows}</table><ul>{told}</ul>"
+    )

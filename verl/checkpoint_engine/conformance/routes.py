@@ -1,0 +1,239 @@
+"""Ways by which an update reaches a server, each through public interfaces only.
+
+A route is a small driver: `push` returns once the server has answered that it serves the version. Routes that need a
+device have a reason in `NEED_DEVICES` instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import BackendUnavailable, ConfigError
+from ..parameter_server.checkpoint_directory import checkpoint_files
+from ..parameter_server.http_server import HttpServer, Refused, request_inference_to_update
+
+DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
+EXTENSION = "verl.checkpoint_engine.parameter_server.VllmColocateWorkerExtension"
+
+
+class Route(Protocol):
+    labels: bool
+    """Whether the server reports the version that it was given."""
+
+    def check(self) -> None:
+        """Raises ConfigError with the remedy if the server has not what this route needs. The server keeps serving."""
+        ...
+
+    def push(self, directory: Path, version: int) -> str:
+        """Have the server serve the checkpoint in `directory`; returns the label that it should report."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DiskRoute:
+    """vLLM's own `reload_weights` of a directory, which the server's host must have: pause, reload, forget what is
+    cached, name the version, resume."""
+
+    labels = True
+
+    def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self._pause_mode = pause_mode
+
+    def check(self) -> None:
+        try:
+            self._http.call("GET", "/is_paused")
+        except Refused as exc:
+            raise ConfigError(f"{self._http.url} has no routes for weight updates: {DEV_MODE}") from exc
+
+    def push(self, directory: Path, version: int) -> str:
+        call = self._http.call
+        call("POST", f"/pause?mode={self._pause_mode}")
+        try:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+            call("POST", "/collective_rpc", reload)
+            call("POST", "/reset_prefix_cache?reset_running_requests=true")
+            for cache in ("mm", "encoder"):
+                call("POST", f"/reset_{cache}_cache")
+            call("POST", "/update_weight_version", {"new_version": str(version)})
+        finally:
+            call("POST", "/resume")
+        return str(version)
+
+    def close(self) -> None:
+        """Nothing stays."""
+
+
+class ArenaRoute:
+    """This project's publisher: shared memory, verified, all or nothing; each load compares the engine's tensors."""
+
+    labels = True
+
+    def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._config = {"pause_mode": pause_mode, "check_engine": "always"}
+        self._publisher: Any = None
+        self._tensors: dict[str, Any] = {}
+
+    def check(self) -> None:
+        from ..parameter_server.endpoints import Endpoint
+
+        Endpoint(self._url, timeout_s=self._timeout_s).check(None, None)
+
+    def push(self, directory: Path, version: int) -> str:
+        from safetensors.torch import load_file
+
+        from ..publisher import WeightPublisher
+
+        self._tensors.clear()
+        for file in checkpoint_files(directory):
+            self._tensors |= load_file(file)
+        if self._publisher is None:
+            self._publisher = WeightPublisher(self._tensors, endpoints=[self._url], config=self._config)
+        self._publisher.push(version)
+        return str(version)
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+class UpdateRoute:
+    """`verl-sync update`: a ParameterServer, and vLLM's routes for weight updates with our engine."""
+
+    labels = True
+
+    def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
+        self._url, self._timeout_s, self._pause_mode = url, timeout_s, pause_mode
+
+    def check(self) -> None:
+        from ..parameter_server.endpoints import Endpoint
+
+        Endpoint(self._url, timeout_s=self._timeout_s).check(None, None)
+
+    def push(self, directory: Path, version: int) -> str:
+        from ..parameter_server.endpoints import Endpoint
+
+        endpoint = Endpoint(self._url, timeout_s=self._timeout_s)
+
+        def request(sockets: list[tuple[str, str]]) -> None:
+            endpoint.update(dict(sockets), str(version), pause_mode=self._pause_mode)
+
+        _through_parameter_server(directory, request, self._timeout_s)
+        return str(version)
+
+    def close(self) -> None:
+        """Nothing stays."""
+
+
+class CheckpointEngineRoute:
+    """checkpoint-engine's call: `update_weights_from_ipc` of a worker extension, through `/collective_rpc`, between
+    vLLM's own pause and resume."""
+
+    labels = True
+
+    def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
+        self._disk = DiskRoute(url, timeout_s=timeout_s, pause_mode=pause_mode)
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self._pause_mode, self._timeout_s = pause_mode, timeout_s
+
+    def check(self) -> None:
+        self._disk.check()
+
+    def push(self, directory: Path, version: int) -> str:
+        call = self._http.call
+
+        def request(sockets: list[tuple[str, str]]) -> None:
+            request_inference_to_update(f"{self._http.url}/collective_rpc", dict(sockets), self._timeout_s)
+
+        call("POST", f"/pause?mode={self._pause_mode}")
+        try:
+            _through_parameter_server(directory, request, self._timeout_s)
+            call("POST", "/reset_prefix_cache?reset_running_requests=true")
+            call("POST", "/update_weight_version", {"new_version": str(version)})
+        except Refused as exc:
+            if "update_weights_from_ipc" in exc.message and "not" in exc.message:
+                raise ConfigError(
+                    f"the workers at {self._http.url} have no such method: start vLLM with --worker-extension-cls "
+                    f"{EXTENSION}"
+                ) from exc
+            raise
+        finally:
+            call("POST", "/resume")
+        return str(version)
+
+    def close(self) -> None:
+        """Nothing stays."""
+
+
+def _through_parameter_server(
+    directory: Path, request: Callable[[list[tuple[str, str]]], None], timeout_s: float
+) -> None:
+    from ..parameter_server.server import ParameterServer
+
+    with ParameterServer(rank=0, world_size=1, timeout_s=timeout_s) as server:
+        server.register_checkpoint("version", files=checkpoint_files(directory))
+        server.gather_metas("version")
+        server.update("version", request, None)
+
+
+ROUTES: dict[str, Callable[..., Route]] = {
+    "arena": ArenaRoute,
+    "update": UpdateRoute,
+    "disk": DiskRoute,
+    "checkpoint_engine": CheckpointEngineRoute,
+}
+NEED_DEVICES = {
+    "ipc": "vLLM's IPC engine passes handles of CUDA memory",
+    "nccl": "vLLM's NCCL engine needs CUDA devices on both sides",
+    "sparse_nccl": "vLLM's sparse NCCL engine needs CUDA devices on both sides",
+    "m2n": "vLLM's M2N engine needs CUDA devices on both sides",
+    "sharded_rdt": "vLLM's engine over Ray Direct Transport needs CUDA devices",
+    "modelexpress": "vLLM's ModelExpress engine needs a ModelExpress server and RDMA",
+    "distributed": "SGLang's update_weights_from_distributed joins a process group of devices",
+}
+"""Routes that cannot run without a device, and why."""
+
+
+def route_of(name: str, url: str, *, timeout_s: float, pause_mode: str) -> Route:
+    """Raises ConfigError for an unknown route, BackendUnavailable for one that needs a device."""
+    if name in NEED_DEVICES:
+        raise BackendUnavailable(f"--route {name} is skipped: {NEED_DEVICES[name]}")
+    if name not in ROUTES:
+        raise ConfigError(f"--route {name} is unknown: {', '.join([*ROUTES, *NEED_DEVICES])}")
+    return ROUTES[name](url, timeout_s=timeout_s, pause_mode=pause_mode)
+
+
+class Pushed:
+    """A push on a thread of its own, while requests are in flight. `push` of `route` may raise: `result` raises it."""
+
+    def __init__(self, route: Route, directory: Path, version: int) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._label = ""
+        self._thread = threading.Thread(target=self._run, args=(route, directory, version), daemon=True)
+        self._thread.start()
+
+    def _run(self, route: Route, directory: Path, version: int) -> None:
+        try:
+            self._label = route.push(directory, version)
+        except Exception as exc:  # noqa: BLE001 - `result` raises it on the thread that asked
+            self._error = exc
+        finally:
+            self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self, timeout_s: float) -> str | None:
+        """The label, or None if the push has not ended in time."""
+        if not self._done.wait(timeout_s):
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._label

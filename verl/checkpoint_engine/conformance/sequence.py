@@ -1,0 +1,317 @@
+"""The sequence of a conformance run: cold A, warm B, warm A, warm B again, and what is asked after each update."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
+from .oracle import Hypothesis, LogProbs, Oracle, log_probs
+from .probes import Answer, Probed
+from .routes import Pushed, Route
+from .verdicts import Finding, Step
+
+TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1, "float16": 0.02}
+"""By dtype: the largest difference of two log-probs, in nats, that rounding in another order may make."""
+NUM_PROBES = 4
+PROBE_TOKENS = 48
+NUM_TOKENS = 12
+FLIGHT_TOKENS = 48
+IN_FLIGHT = 3
+CACHED_TOKENS = 160
+"""More than a block of vLLM's prefix cache on a CPU, 128."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flown:
+    """A request that was sent before or during an update."""
+
+    prompt: Sequence[int]
+    label: str | None
+    """The version that the server reported before it was sent."""
+    sent_s: float
+    answered_s: float
+    answer: Answer | None
+    error: str = ""
+    is_late: bool = False
+
+
+@dataclass
+class Run:
+    """One server, one route, and two versions of its model."""
+
+    server: Probed
+    route: Route
+    oracle: Oracle
+    """Of A as the old version and B as the new one. Its prompts are the probes."""
+    directories: tuple[Path, Path]
+    """Of A and B."""
+    tolerance: float
+    timeout_s: float
+    pause_mode: str = "wait"
+    version: int = 0
+    steps: list[Step] = field(default_factory=list)
+    cache: str = ""
+    _cold: LogProbs | None = None
+    _long: Sequence[int] = ()
+
+    def cold(self) -> Step:
+        """Look at the server before any update: does it compute with A?"""
+        step = Step(name="cold A")
+        found = self._probed()
+        step.tokens = len(found)
+        step.deviation = float((found - self.oracle.of_old).abs().max())
+        if step.deviation <= self.tolerance:
+            self._cold = found
+        return self._kept(step)
+
+    @property
+    def is_cold_a(self) -> bool:
+        """Whether the server started with A. If not (dummy weights), the first update brings A."""
+        return self._cold is not None
+
+    def warm(self, to: str, *, in_flight: bool = True, again: bool = False) -> Step:
+        """Update to version `to`, "A" or "B", and compare."""
+        self.version += 1
+        target = "AB".index(to)
+        step = Step(name=f"warm {to}" + (" again" if again else ""))
+        flown: list[Flown] = []
+        try:
+            self._long = self._fill_cache()
+            before = self.server.digests()
+            began = time.monotonic()
+            with self._requests(flown if in_flight else None):
+                push = Pushed(self.route, self.directories[target], self.version)
+                label = push.result(self.timeout_s)
+            step.seconds = time.monotonic() - began
+        except ConfigError:
+            raise
+        except TransportTimeout as exc:
+            step.findings.append(Finding(fault="hung", text=str(exc)))
+            return self._kept(step)
+        except CheckpointEngineError as exc:
+            step.findings.append(Finding(fault="refused", text=str(exc)))
+            return self._kept(step)
+        if label is None:
+            step.findings.append(Finding(fault="hung", text=f"the update did not end within {self.timeout_s:g} s"))
+            return self._kept(step)
+        try:
+            self._compare(step, target, label, before, flown)
+        except TransportTimeout as exc:
+            step.findings.append(Finding(fault="hung", text=f"after the update: {exc}"))
+        except TransportError as exc:
+            step.findings.append(Finding(fault="lost request", text=f"after the update: {exc}"))
+        return self._kept(step)
+
+    def _kept(self, step: Step) -> Step:
+        self.steps.append(step)
+        return step
+
+    def _probed(self) -> LogProbs:
+        return torch.tensor([value for prompt in self.oracle.prompts for value in self.server.log_probs(prompt)])
+
+    def _compare(self, step: Step, target: int, label: str, before: dict[str, str], flown: list[Flown]) -> None:
+        expected = self.oracle.of_new if target else self.oracle.of_old
+        model = self.oracle.new if target else self.oracle.old
+        found = self._probed()
+        reported = self.server.label() if self.route.labels else None
+        step.tokens += len(found)
+        step.deviation = float((found - expected).abs().max())
+        is_new = step.deviation <= self.tolerance
+        if not is_new:
+            step.findings.append(self._named(found, target, before))
+        elif target == 0 and self._cold is not None and (away := float((found - self._cold).abs().max())) > 0:
+            step.deviation = max(step.deviation, away)
+        if reported is not None and reported != label:
+            text = f"the server reports {reported!r} after it answered that it serves {label!r}"
+            step.findings.append(Finding(fault="wrong label", text=text))
+        fresh = [self.server.continued(prompt[::-1], NUM_TOKENS) for prompt in self.oracle.prompts[:2]]
+        known = [self.server.continued(self._long, NUM_TOKENS)] if self._long else []
+        if is_new:
+            step.tokens += sum(len(answer.tokens) for answer in (*fresh, *known))
+            wrong = [answer for answer in fresh if not self._is_of(answer, model)]
+            if wrong:
+                text = "prompts are read with the new version, but continued with something else"
+                step.findings.append(Finding(fault="stale derived state", text=text, prompt=wrong[0].prompt))
+            elif known and not self._is_of(known[0], model):
+                text = f"a prompt of {len(self._long)} tokens that was answered before the update goes on differently"
+                step.findings.append(Finding(fault="stale cache", text=text, prompt=self._long))
+        self._look_at(step, flown, target, label)
+
+    def _named(self, found: LogProbs, target: int, before: dict[str, str]) -> Finding:
+        """Which fault gives these log-probs."""
+        oracle = self.oracle if target else Oracle(self.oracle.new, self.oracle.old, self.oracle.prompts)
+        what = oracle.explain(found, self.tolerance)
+        at = int((found - oracle.of_new).abs().argmax())
+        fault, or_else = what.fault, what.or_else
+        if or_else and (shown := self._arrived(what, before)) is not None:
+            fault, or_else = ("stale derived state" if shown else "partly loaded"), None
+        return Finding(fault=fault, text=what.text, or_else=or_else, tensors=what.parts, prompt=self._prompt_at(at))
+
+    def _arrived(self, what: Hypothesis, before: dict[str, str]) -> bool | None:
+        """Whether the tensor's bytes in the server changed, by the server's own digests; None if it does not show."""
+        after = self.server.digests()
+        own = [name for part in what.parts for name in before if _same(part, name)]
+        if not own or any(before[name] == EMPTY for name in own):
+            return None
+        return any(before[name] != after.get(name) for name in own)
+
+    def _prompt_at(self, place: int) -> Sequence[int]:
+        for prompt in self.oracle.prompts:
+            if place < len(prompt) - 1:
+                return prompt
+            place -= len(prompt) - 1
+        return ()
+
+    def _is_of(self, answer: Answer, model: object) -> bool:
+        return _distance(answer, model) <= self.tolerance
+
+    def _fill_cache(self) -> Sequence[int]:
+        """Have the server answer a long prompt twice, so that its prefix cache knows it."""
+        room = self.server.longest() - NUM_TOKENS - 1
+        length = min(CACHED_TOKENS, room) if room > 0 else CACHED_TOKENS
+        flat = [token for prompt in self.oracle.prompts for token in prompt]
+        prompt = (flat * (1 + length // len(flat)))[:length]
+        hits = self.server.cache_hits()
+        for _ in range(2):
+            self.server.continued(prompt, 1)
+        later = self.server.cache_hits()
+        if hits is None or later is None:
+            self.cache = "the server does not count hits of its prefix cache"
+        else:
+            self.cache = "hit" if later > hits else "not hit: the prompt is shorter than a block, or there is none"
+        return prompt
+
+    def _requests(self, flown: list[Flown] | None) -> InFlight:
+        prompts = [list(prompt)[: 8 + at] for at, prompt in enumerate(self.oracle.prompts)]
+        return InFlight(self.server, prompts, flown)
+
+    def _look_at(self, step: Step, flown: list[Flown], target: int, label: str) -> None:
+        step.in_flight = len(flown)
+        new, old = (self.oracle.new, self.oracle.old) if target else (self.oracle.old, self.oracle.new)
+        for one in flown:
+            if one.answer is None:
+                fault = "hung" if one.is_late else "lost request"
+                step.findings.append(Finding(fault=fault, text=f"a request in flight: {one.error}", prompt=one.prompt))
+                return
+            answer = one.answer
+            if answer.aborted or self.pause_mode == "keep":
+                continue
+            if not answer.tokens:
+                step.findings.append(Finding(fault="lost request", text="an answer without tokens", prompt=one.prompt))
+                return
+            is_new, is_old = self._is_of(answer, new), self._is_of(answer, old)
+            if is_old and not is_new and one.label == label and self.version > 1:
+                text = f"the server reported {label!r} before it answered with the previous version"
+                step.findings.append(Finding(fault="wrong label", text=text, prompt=one.prompt))
+                return
+            if not is_new and not is_old and not step.findings:
+                place = _switch(answer, old, new, self.tolerance)
+                text = (
+                    "one answer is of no version"
+                    if place is None
+                    else f"one answer changes its version at token {place}"
+                )
+                step.findings.append(Finding(fault="mixed versions", text=text, prompt=one.prompt))
+                return
+
+
+class InFlight:
+    """Keeps `IN_FLIGHT` requests running while it is entered; what came of each is in `flown`."""
+
+    def __init__(self, server: Probed, prompts: Sequence[Sequence[int]], flown: list[Flown] | None) -> None:
+        self._server, self._prompts, self._flown = server, prompts, flown
+        self._ends = threading.Event()
+        self._begun = threading.Semaphore(0)
+        self._pool = ThreadPoolExecutor(IN_FLIGHT)
+        self._futures: list[Future[None]] = []
+
+    def __enter__(self) -> None:
+        if self._flown is None:
+            return
+        self._futures = [self._pool.submit(self._send, number) for number in range(IN_FLIGHT)]
+        for _ in range(IN_FLIGHT):
+            self._begun.acquire()
+        time.sleep(0.05)  # so that some of them are being answered, not all of them waiting
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        for future in self._futures:
+            future.result()
+        self._pool.shutdown()
+
+    def _send(self, number: int) -> None:
+        assert self._flown is not None
+        first = True
+        while first or not self._ends.is_set():
+            prompt = [*self._prompts[number % len(self._prompts)], number + 3]
+            label, sent = self._label(), time.monotonic()
+            if first:
+                self._begun.release()
+            first = False
+            answer, error, late = None, "", False
+            try:
+                answer = self._server.continued(prompt, FLIGHT_TOKENS)
+            except CheckpointEngineError as exc:
+                error, late = str(exc), isinstance(exc, TransportTimeout)
+            self._flown.append(
+                Flown(
+                    prompt=prompt, label=label, sent_s=sent, answered_s=time.monotonic(), answer=answer, error=error,
+                    is_late=late,
+                )
+            )  # fmt: skip
+            if answer is None:
+                return
+
+    def _label(self) -> str | None:
+        try:
+            return self._server.label()
+        except CheckpointEngineError:
+            return None
+
+
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+"""SHA-256 of nothing: a tensor that the engine keeps in another form."""
+
+
+def _same(part: str, name: str) -> bool:
+    return part.partition("[")[0] == name
+
+
+def _teacher_forced(answer: Answer, model: object) -> LogProbs:
+    whole = [*answer.prompt, *answer.tokens]
+    return log_probs(model, [whole])[len(answer.prompt) - 1 :]
+
+
+def _distance(answer: Answer, model: object) -> float:
+    if not answer.tokens or len(answer.log_probs) != len(answer.tokens):
+        return float("inf")
+    return float((_teacher_forced(answer, model) - torch.tensor(list(answer.log_probs))).abs().max())
+
+
+def _switch(answer: Answer, old: object, new: object, tolerance: float) -> int | None:
+    """The token from which on an answer is no longer the old version's; None if it never was."""
+    said = torch.tensor(list(answer.log_probs))
+    of_old = (_teacher_forced(answer, old) - said).abs() <= tolerance
+    if not of_old[0]:
+        return None
+    return int((~of_old).nonzero()[0]) if not of_old.all() else None
+
+
+def certify(run: Run, tell: Callable[[str], None]) -> Iterator[Step]:
+    """Every step of a run, as it ends."""
+    step = run.cold()
+    yield step
+    if not run.is_cold_a:
+        tell(f"the server does not compute with the model yet ({step.deviation:.3g} nats away): A is brought first")
+        yield run.warm("A", in_flight=False)
+    yield run.warm("B")
+    yield run.warm("A")
+    yield run.warm("B", again=True)
+    yield run.warm("A", again=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.compat.transformers import has_head_of_its_own
+from verl.utils.config import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -16,18 +17,62 @@ WRAPPERS = ("gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 """Architectures (`model_type`) around a causal language model that transformers can also build by itself. On text both
 compute the same: tests compare them for each row of `tests/models/configurations.py`."""
 
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Architectures that are trained as a whole, with their vision tower, on prompts with pictures."""
+SEEING = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "internvl",
+    "llava",
+    "llava_next",
+    "smolvlm",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma3",
+    "gemma4",
+    "mistral3",
+)
+"""Architectures that can be trained as a whole, with their vision tower, on prompts with pictures. Those that are in
+WRAPPERS, too, are where `model.language_model_only=false`. Tests compare each of them with transformers alone."""
+PARTLY_COMPUTED = ("gemma3", "llava", "llava_next")
+"""Those of SEEING whose towers have layers of which nothing is used. FSDP1 loses the parameters of such layers."""
+SEEING_IN_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Those of SEEING that vLLM serves with pictures that it gets from here."""
+WHOLE = "verl_trains_the_whole"
+"""An attribute of the configuration of one of WRAPPERS that is trained as a whole."""
+
+
+def choose_part(config: PretrainedConfig, language_model_only: bool | None, key: str) -> None:
+    """Mark a configuration whose model is trained as a whole although it is one of WRAPPERS. `key` is the option of
+    `language_model_only`; None: WRAPPERS are trained without what sees, others with it.
+
+    Raises ConfigError for an architecture of which that part is not trained.
+    """
+    kind = config.model_type
+    if language_model_only is None:
+        return
+    if language_model_only and kind not in WRAPPERS:
+        if kind in SEEING:
+            raise ConfigError(f"{key}=true, and {kind} is only trained as a whole: leave it out")
+        return
+    if not language_model_only and kind not in SEEING:
+        raise ConfigError(
+            f"{key}=false, and {kind} is not trained with pictures ({', '.join(SEEING)} are): leave it out"
+        )
+    setattr(config, WHOLE, not language_model_only)
 
 
 def sees(config: PretrainedConfig) -> bool:
     """Whether the model of `config` is trained with pictures."""
-    return config.model_type in SEEING
+    return config.model_type in SEEING and not is_wrapper(config)
 
 
-def directory_sees(directory: str | Path) -> bool:
-    """Whether the directory's `config.json` is of such a model; False without one. Reads no other file."""
-    return _described(directory).get("model_type") in SEEING
+def directory_sees(directory: str | Path, *, whole: bool = False) -> bool:
+    """Whether the directory's `config.json` is of such a model; False without one. Reads no other file. `whole`: if it
+    is asked for."""
+    kind = _described(directory).get("model_type")
+    return kind in SEEING and (whole or kind not in WRAPPERS)
 
 
 def patch_pixels(directory: str | Path) -> int | None:
@@ -46,8 +91,8 @@ def _described(directory: str | Path) -> dict[str, Any]:
 
 
 def is_wrapper(config: PretrainedConfig) -> bool:
-    """Whether the model of `config` is one of WRAPPERS, with more than a language model in its checkpoint."""
-    return config.model_type in WRAPPERS
+    """Whether the model of `config` is one of WRAPPERS, of whose checkpoint the language model alone is trained."""
+    return config.model_type in WRAPPERS and not getattr(config, WHOLE, False)
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:

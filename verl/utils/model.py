@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.utils.builtin import builtin_model, is_builtin
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.language_model import choose_part
 from verl.utils.trainable import MERGE
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class ModelSettings(Protocol):
     def external_lib(self) -> str | None: ...
     @property
     def override_config(self) -> dict[str, Any]: ...
+    @property
+    def language_model_only(self) -> bool | None: ...
     @property
     def custom_chat_template(self) -> str | None: ...
 
@@ -123,6 +126,7 @@ def load_hf_config(model: ModelSettings) -> PretrainedConfig:
     directory = resolve_model_path(model.path, need_tokenizer=model.tokenizer_path is None)
     config = read_hf_config(directory, trust_remote_code=model.trust_remote_code)
     override(config, model.override_config, f"{MODEL_KEY}.override_config")
+    choose_part(config, model.language_model_only, f"{MODEL_KEY}.language_model_only")
     return config
 
 

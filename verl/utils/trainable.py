@@ -38,6 +38,8 @@ SIGNS = {
 TRAINED = ("F64", "F32", "F16", "BF16")
 """Dtypes of trainable weights, in safetensors' notation."""
 
+AHEAD = "also looks at the tokens behind one, which are not there when it is sampled: give a causal language model"
+
 
 def require_trainable(
     config: PretrainedConfig, key: str, *, beside_model: Collection[str] = (), stored: Mapping[str, str] | None = None
@@ -106,6 +108,8 @@ def _require_language_model(config: PretrainedConfig, key: str) -> None:
             f"{key}: {config.model_type} ({what}) is an encoder with a decoder, and no causal language model"
         )
     if sees(config):
+        if _looks_ahead(config.get_text_config()):
+            raise ConfigError(f"{key}: {config.model_type} ({what}) {AHEAD}")
         return
     names = [name for name, _ in _nested(vars(config))]
     senses = dict.fromkeys(sense for name in names for word, sense in SENSES.items() if word in name)
@@ -126,10 +130,12 @@ def _require_language_model(config: PretrainedConfig, key: str) -> None:
         )
     text = config.get_text_config()
     filler = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in FILLERS
-    ahead = getattr(text, "use_bidirectional_attention", None) in (True, "all")
-    ahead = ahead or getattr(text, "is_causal", None) is False
-    if filler or ahead:
-        raise ConfigError(
-            f"{key}: {config.model_type} ({what}) also looks at the tokens behind one, which are not there when it is "
-            "sampled: give a causal language model"
-        )
+    if filler or _looks_ahead(text):
+        raise ConfigError(f"{key}: {config.model_type} ({what}) {AHEAD}")
+
+
+def _looks_ahead(text: PretrainedConfig) -> bool:
+    """Of a language model's configuration. That tokens of one picture see each other is no such thing."""
+    return getattr(text, "use_bidirectional_attention", None) in (True, "all") or (
+        getattr(text, "is_causal", None) is False
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.pictures import in_bytes, noise, row, write
+from tests.seeing import make_seeing
 from verl.experimental.agent_loop.manager import AgentLoopManager
 from verl.trainer.config.loader import load_config, resolve_config
 from verl.trainer.ppo import requirements
@@ -21,6 +22,7 @@ from verl.trainer.ppo.requirements import require_sight
 from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.seeing import make_tiny_seeing_model
 from verl.utils.config import ConfigError
+from verl.utils.language_model import sees
 from verl.utils.model import load_hf_config, load_tokenizer
 from verl.utils.pictures import load_processor
 from verl.workers.config import CriticConfig
@@ -55,6 +57,39 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
     with pytest.raises(ConfigError, match="qwen2_5_vl, which sees,") as refusal:
         require_sight(config)
     assert said in str(refusal.value)
+
+
+def test_a_multimodal_checkpoint_sees_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = make_seeing(tmp_path / "gemma3", "gemma3")
+    given = [f"actor_rollout_ref.model.path={model}", HF, GRPO]
+    whole = [*given, "actor_rollout_ref.model.language_model_only=false"]
+    for overrides, is_seen in ((given, False), (whole, True)):
+        config = load_config(overrides)
+        require_sight(config)
+        assert sees(load_hf_config(config.actor_rollout_ref.model)) is is_seen
+    for more, said in (
+        ("actor_rollout_ref.rollout.name=vllm", "has not been tried with pictures in vLLM: set"),
+        ("actor_rollout_ref.actor.strategy=fsdp", "of which a part of its tower would be lost"),
+    ):
+        with pytest.raises(ConfigError, match="gemma3, which sees,") as refusal:
+            require_sight(load_config([*whole, more]))
+        assert said in str(refusal.value)
+    with pytest.raises(ConfigError, match="the model reads text alone"):
+        load_config([*given, "data.image_key=images"])
+    assert load_config([*whole, "data.image_key=images"]).data.image_key == "images"
+
+
+def test_a_model_of_which_the_wanted_part_is_not_trained_is_refused(model: Path, tmp_path: Path) -> None:
+    text = make_tiny_model(tmp_path, "qwen2")
+    for path, only, said in (
+        (text, "false", "language_model_only=false, and qwen2 is not trained with pictures"),
+        (model, "true", "language_model_only=true, and qwen2_5_vl is only trained as a whole"),
+    ):
+        config = load_config(
+            [f"actor_rollout_ref.model.path={path}", f"actor_rollout_ref.model.language_model_only={only}", HF, GRPO]
+        )
+        with pytest.raises(ConfigError, match=said):
+            require_sight(config)
 
 
 def test_adapters_are_taken(model: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_data_set_and_its_processor_go_to_other_processes(model: Path, tmp_pat
     assert data.processor is not None
     expected = data.processor.inputs(pictures)
     copied = pickle.loads(pickle.dumps(data))
-    assert len(pickle.dumps(data.processor)) < 10_000, "without its cache"
+    assert len(pickle.dumps(data.processor)) < 30_000, "with its tokenizer, without its cache"
     assert copied[0]["multi_modal_data"] == data[0]["multi_modal_data"]
     found = copied.processor.inputs(copied[0]["multi_modal_data"]["images"])
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -23,7 +23,9 @@ VERSIONS = (1, 2)
 async def answered(models: dict[int, Path], ranks: int, trainer: Any, gone: Any) -> dict[str, Any]:
     """`gone`: a picture whose file is not there any more."""
     from tests.pictures import noise
+    from tests.seeing import as_a_whole
     from tests.workers.rollout.test_seeing import PROMPTS, prompt_ids
+    from verl.utils.model import read_hf_config
     from verl.utils.pictures import keep
     from verl.workers.config import HFModelConfig, RolloutConfig
     from verl.workers.rollout.engine import EngineSpec
@@ -38,7 +40,9 @@ async def answered(models: dict[int, Path], ranks: int, trainer: Any, gone: Any)
         tensor_model_parallel_size=ranks,
         checkpoint_engine={"check_engine": "always"},
     )
-    model = HFModelConfig(path=str(models[1]))
+    model = HFModelConfig(
+        path=str(models[1]), **as_a_whole(read_hf_config(models[1], trust_remote_code=False).model_type)
+    )
     engine = VLLMEngine(
         EngineSpec(name="e", engine="", config=config, model=model, device="cpu", max_model_len=256, seed=0)
     )

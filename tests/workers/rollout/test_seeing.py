@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.pictures import noise
+from tests.seeing import processor_of
 from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
-from verl.utils.pictures import keep, load_processor
+from verl.utils.pictures import keep
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.engine import EngineSpec, SeeingEngine
 from verl.workers.rollout.errors import RolloutError
@@ -60,11 +61,11 @@ def prompt_ids(directory: Path, images: list[Image.Image]) -> list[int]:
     written = tokenizer.apply_chat_template(
         [{"role": "user", "content": [*parts, {"type": "text", "text": f"{len(images)}?"}]}],
         add_generation_prompt=True,
-        return_dict=False,
+        tokenize=False,
     )
-    processor = load_processor(directory, AutoConfig.from_pretrained(directory))
-    assert processor is not None
-    return processor.expanded(written, [processor.num_tokens(keep(image)) for image in images])
+    processor = processor_of(directory)
+    expanded = processor.expanded(written, [processor.text(keep(image)) for image in images])
+    return list(tokenizer.encode(expanded, add_special_tokens=False))
 
 
 def by_transformers(whole: Any, directory: Path, images: list[Image.Image], count: int) -> list[int]:

@@ -12,25 +12,27 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from tests.pictures import HAS_TORCHVISION, with_torchvision
+from tests.seeing import make_seeing
 from tests.workers.rollout.seen_process import LENGTH, VERSIONS
 from tests.workers.rollout.test_seeing import PROMPTS, by_transformers, prompt_ids
-from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
+from verl.utils.language_model import SEEING_IN_VLLM
 
 SPLIT = "qwen3_vl"
 """Over two ranks, with heads of the tower and of the language model on each."""
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.cells(2, by="told"),
     pytest.mark.skipif(not HAS_TORCHVISION, reason="no torchvision: make vision"),
 ]
 
 
-@pytest.fixture(scope="module", params=[*((name, 1) for name in ARCHITECTURES), (SPLIT, 2)], ids=str)
+@pytest.fixture(scope="module", params=[*((name, 1) for name in SEEING_IN_VLLM), (SPLIT, 2)], ids=str)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What an engine found and answered, and the models that it was sent."""
     name, ranks = request.param
     base = tmp_path_factory.mktemp("sees")
-    models = {version: make_tiny_seeing_model(base / str(version), name, seed=version) for version in VERSIONS}
+    models = {version: make_seeing(base / str(version), name, seed=version) for version in VERSIONS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_CACHE_DIR", str(base / "cache"))
         environment = with_torchvision() | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TMPDIR": str(base)}

@@ -17,7 +17,7 @@ from verl.checkpoint_engine.support import envs
 from verl.trainer.fleet.session import starts_locally
 from verl.trainer.ppo.experience import needs_critic, needs_reference
 from verl.utils.config import ConfigError
-from verl.utils.language_model import is_wrapper, sees
+from verl.utils.language_model import PARTLY_COMPUTED, SEEING_IN_VLLM, is_wrapper, sees
 from verl.utils.model import (
     MODEL_KEY,
     expert_count,
@@ -170,6 +170,11 @@ def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
             "critic.strategy=megatron",
             "critic.strategy=fsdp2",
         ),
+        (
+            policy.actor.strategy == "fsdp" and model.model_type in PARTLY_COMPUTED,
+            f"{actor}.strategy=fsdp, of which a part of its tower would be lost that nothing is computed from",
+            f"{actor}.strategy=fsdp2",
+        ),
         (policy.model.sends_adapters, f"{MODEL_KEY}.lora.merge=false", f"{MODEL_KEY}.lora.merge=true"),
         (
             policy.rollout.quantization is not None,
@@ -184,12 +189,21 @@ def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
         if is_so:
             raise ConfigError(f"{what} has not been tried with {key}: set {remedy}")
     if not stood_in_for:
+        _require_served(policy.rollout.name, model, what)
         _require_torchvision(config, what)
         _require_order_of_positions(policy.rollout.name, model, what)
 
 
+def _require_served(engine: str, model: PretrainedConfig, what: str) -> None:
+    if engine == "vllm" and model.model_type not in SEEING_IN_VLLM:
+        raise ConfigError(
+            f"{what} has not been tried with pictures in vLLM: set actor_rollout_ref.rollout.name=hf (vLLM: "
+            f"{', '.join(SEEING_IN_VLLM)})"
+        )
+
+
 def _require_order_of_positions(engine: str, model: PretrainedConfig, what: str) -> None:
-    interleaves = model.model_type.startswith("qwen3_vl")
+    interleaves = model.model_type.startswith(("qwen3_vl", "qwen3_5"))
     if engine == "vllm" and interleaves != _interleaves_in_vllm(model):
         raise ConfigError(
             f"{what} has positions of pictures that transformers interleaves by its class, and vLLM by a key: set "

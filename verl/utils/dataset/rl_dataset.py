@@ -126,8 +126,8 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Of every agent; None is that of samples that name none."""
         self._prompts: list[list[dict[str, Any]]] = []
         self._pictures: list[list[Picture]] = []
-        self._picture_tokens: list[list[int]] = []
-        """Of each row: how many tokens its pictures become."""
+        self._texts: list[list[str]] = []
+        """Of each row: what its pictures become in the prompt."""
         self.pictured: dict[str | None, str] = {}
         """By agent: where the first of its samples with pictures is."""
         self._unusable: dict[int, str] = {}
@@ -225,7 +225,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Keep the prompt of a row, and find and open its pictures. Raises RowError."""
         prompt = item[self.prompt_key]
         pictures: list[Picture] = []
-        counts: list[int] = []
+        texts: list[str] = []
         if self.processor is not None:
             key = self.config.image_key
             prompt, pictures = with_pictures(
@@ -239,19 +239,19 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             for number, picture in enumerate(pictures):
                 try:
                     image = picture.open()
-                    counts.append(self.processor.num_tokens_of(image, picture.limits))
+                    texts.append(self.processor.text_of(image, picture.limits))
                     if is_turned(image):
                         self._turned.append(row)
                 except PictureError as exc:
                     if not self.filter_overlong_prompts:
                         raise RowError(f"picture {number} {exc}") from exc
                     self._unusable[row] = f"picture {number} {exc}"
-                    counts.append(1)
+                    texts.append("")
         if pictures:
             self.pictured.setdefault(item.get("agent_name") or None, self._place(row))
         self._prompts.append(prompt)
         self._pictures.append(pictures)
-        self._picture_tokens.append(counts)
+        self._texts.append(texts)
 
     def _limits_of_pixels(self) -> PixelLimits:
         limits = pixel_limits(self.config.mm_processor_kwargs)
@@ -300,7 +300,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             for start in range(0, len(rows), TOKENIZE_ROWS):
                 chosen = rows[start : start + TOKENIZE_ROWS]
                 for row, found in zip(chosen, self._token_ids(tokenizer, chosen, tools), strict=True):
-                    ids[row] = self._expanded(row, found)
+                    ids[row] = found
         return ids
 
     def _tools(self, agent: str | None, row: int) -> list[Any]:
@@ -316,31 +316,35 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     ) -> list[list[int]]:
         """Of the prompts in `rows` as agents send them. Raises ConfigError for one that the template cannot write."""
         try:
-            return cast(
-                "list[list[int]]",
-                tokenizer.apply_chat_template(
-                    [self._prompts[row] for row in rows],
-                    tools=list(tools) or None,
-                    add_generation_prompt=True,
-                    return_dict=False,
-                    **self.config.apply_chat_template_kwargs,
-                ),
+            written: Any = tokenizer.apply_chat_template(
+                [self._prompts[row] for row in rows],
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                return_dict=False,
+                tokenize=self.processor is None,
+                **self.config.apply_chat_template_kwargs,
             )
         except Exception as exc:
             if len(rows) == 1:
                 raise ConfigError(
                     f"{self._place(rows[0])}: the chat template cannot write this prompt: {type(exc).__name__}: {exc}"
                 ) from exc
-        return [self._token_ids(tokenizer, [row], tools)[0] for row in rows]
-
-    def _expanded(self, row: int, token_ids: list[int]) -> list[int]:
-        """With as many tokens as the model makes of the pictures."""
+            return [self._token_ids(tokenizer, [row], tools)[0] for row in rows]
         if self.processor is None:
-            return token_ids
+            return cast("list[list[int]]", written)
+        return [self._expanded(self.processor, tokenizer, row, text) for row, text in zip(rows, written, strict=True)]
+
+    def _expanded(
+        self, processor: PictureProcessor, tokenizer: PreTrainedTokenizerBase, row: int, prompt: str
+    ) -> list[int]:
+        """The token ids of a prompt, with what its pictures become."""
         try:
-            return self.processor.expanded(token_ids, self._picture_tokens[row])
+            text = processor.expanded(prompt, self._texts[row])
+            ids = cast("list[int]", tokenizer.encode(text, add_special_tokens=False))
+            processor.require(ids, self._texts[row])
         except PictureError as exc:
             raise ConfigError(f"{self._place(row)}: {exc}") from exc
+        return ids
 
     def _require_shown_roles(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises ConfigError if the chat template leaves out messages of a role, as some do with unknown ones."""

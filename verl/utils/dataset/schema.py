@@ -10,7 +10,10 @@ from verl.utils.dataset.settings import DataSettings
 
 SHOWN_CHARACTERS = 80
 NO_MEDIA = "models read text and pictures here; leave it out of the data, with what refers to it"
-UNSEEN = "the model reads text alone; give one that sees, or leave it out of the data, with what refers to it"
+UNSEEN = (
+    "the model reads text alone; give one that sees (of Qwen 3.5, Gemma 3 and 4 and Mistral 3 with "
+    "actor_rollout_ref.model.language_model_only=false), or leave it out of the data, with what refers to it"
+)
 NO_CHAT = "no list of chat messages {role, content}"
 
 

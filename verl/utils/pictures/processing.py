@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.utils.config import ConfigError
 from verl.utils.language_model import sees
-from verl.utils.pictures.picture import LIMITS, NO_LIMITS, Picture, PictureError, PixelLimits, keep
+from verl.utils.pictures.picture import NO_LIMITS, Picture, PictureError, PixelLimits, keep
 
 if TYPE_CHECKING:
     import torch
@@ -19,30 +20,35 @@ if TYPE_CHECKING:
 
 MOST_CACHED_NBYTES = 2**28
 BLANK_PIXELS = 56
-OF_ONE_PROCESS = ("_cache", "_cached_nbytes", "_made", "_lock", "_blank")
+OF_ONE_PROCESS = ("_cache", "_cached_nbytes", "_counts", "_made", "_lock", "_blank")
 """Attributes that do not go to other processes."""
 
 
 class PictureProcessor:
-    """The image processor of transformers that a model's directory names, computed by PIL: the same patches on every
-    host, with torchvision and without. May be used from several threads, and passed to other processes.
+    """The processor of transformers that a model's directory names. It says what a picture becomes, in the prompt and
+    for the model. PIL computes it: the same patches on every host, with torchvision and without.
 
-    Computes a picture once, and caches it by its digest while there is room. A copy begins with an empty cache.
+    Computes a picture once, and caches it by its digest while there is room. May be used from several threads, and
+    passed to other processes, where it begins with an empty cache.
     """
 
-    def __init__(self, image_processor: Any, config: PretrainedConfig) -> None:
+    def __init__(self, processor: Any, config: PretrainedConfig) -> None:
         """`config` is the whole model's."""
-        self._processor = image_processor
+        self.of_transformers = processor
         self.token_id = int(config.image_token_id)
         """In a prompt, once for each token that is made of a picture."""
         self.other_id = int(self.token_id == 0)
         """A token of text."""
-        self._merged = int(config.vision_config.spatial_merge_size) ** 2
+        self._merged = getattr(config.vision_config, "spatial_merge_size", None)
+        self._of_sizes: dict[tuple[tuple[int, int], PixelLimits], str] = {}
+        """By width and height, and limits: the text that such pictures become."""
         self._begin_cache()
 
     def _begin_cache(self) -> None:
         self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._cached_nbytes = 0
+        self._counts: dict[str, int] = {}
+        """By `Picture.key`: the number of tokens."""
         self._made: dict[str, str] = {}
         """By `Picture.key`: the digest of its patches."""
         self._blank: Picture | None = None
@@ -61,62 +67,70 @@ class PictureProcessor:
         return sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
 
     def _settings(self) -> dict[str, Any]:
-        tokens = {"image_token_id": self.token_id, "spatial_merge_size squared": self._merged}
-        return dict(self._processor.to_dict()) | tokens
+        tokens = {"image_token_id": self.token_id, "spatial_merge_size": self._merged}
+        return dict(self.of_transformers.image_processor.to_dict()) | tokens
 
-    def num_tokens(self, picture: Picture) -> int:
-        """The model's tokens for a picture, which is decoded. Raises PictureError if it is damaged or of a wrong
-        size."""
-        return self.num_tokens_of(picture.open(), picture.limits)
+    def text(self, picture: Picture) -> str:
+        """What a picture becomes in a prompt, as the processor writes it. Decodes it; computes one of each size.
 
-    def num_tokens_of(self, image: Image.Image, limits: PixelLimits = NO_LIMITS) -> int:
-        """The model's tokens for an image. Raises PictureError if it is of a wrong size."""
-        given = {name: value for name, value in zip(LIMITS, limits, strict=True) if value is not None}
-        try:
-            patches = int(self._processor.get_number_of_image_patches(image.height, image.width, given))
-        except ValueError as exc:
-            raise PictureError(f"has {image.width} x {image.height} pixels: {exc}") from exc
-        return patches // self._merged
+        Raises PictureError if it is damaged or of a wrong size.
+        """
+        return self.text_of(picture.open(), picture.limits)
+
+    def text_of(self, image: Image.Image, limits: PixelLimits = NO_LIMITS) -> str:
+        """See `text`. Raises PictureError for an image of a wrong size."""
+        key = (image.size, limits)
+        if key not in self._of_sizes:
+            try:
+                self._of_sizes[key] = self._computed(image, limits)[1]
+            except ValueError as exc:
+                raise PictureError(f"has {image.width} x {image.height} pixels: {exc}") from exc
+        return self._of_sizes[key]
 
     def limited(self, limits: PixelLimits) -> PixelLimits:
         """`limits` as they are, with the model's own in the place of those that are not given. Raises ConfigError for a
         processor that has no such limits, and where the fewest pixels are more than the most."""
         if limits == NO_LIMITS:
             return limits
-        size = dict(getattr(self._processor, "size", None) or {})
+        pictures = self.of_transformers.image_processor
+        size = dict(getattr(pictures, "size", None) or {})
         least, most = (
             own if given is None else given
             for given, own in zip(limits, (size.get("shortest_edge"), size.get("longest_edge")), strict=True)
         )
-        if least is None or most is None or "min_pixels" not in self._processor.valid_kwargs.__annotations__:
-            raise ConfigError(f"{type(self._processor).__name__} has no limits of pixels")
+        if least is None or most is None or "min_pixels" not in pictures.valid_kwargs.__annotations__:
+            raise ConfigError(f"{type(pictures).__name__} has no limits of pixels")
         if least > most:
             raise ConfigError(f"min_pixels={least} are more than max_pixels={most}")
         return PixelLimits(least, most)
 
-    def expanded(self, token_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """The prompt with `counts` tokens per picture, from the chat template's, which has one token per picture.
+    def expanded(self, prompt: str, texts: Sequence[str]) -> str:
+        """The prompt with the `text` of each picture, from the chat template's, which has one mark for each.
 
-        Raises PictureError if that has another number of pictures than `counts`.
+        Raises PictureError if that has another number of marks.
         """
-        written = sum(token == self.token_id for token in token_ids)
-        if written != len(counts):
-            raise PictureError(f"the chat template writes {written} tokens for pictures where there are {len(counts)}")
-        rest = iter(counts)
-        ids: list[int] = []
-        for token in token_ids:
-            ids += [token] * next(rest) if token == self.token_id else [token]
-        return ids
+        pieces = prompt.split(self.of_transformers.image_token)
+        if len(pieces) - 1 != len(texts):
+            raise PictureError(
+                f"the chat template writes {len(pieces) - 1} tokens for pictures where there are {len(texts)}"
+            )
+        return "".join(part for both in zip(pieces, [*texts, ""], strict=True) for part in both)
+
+    def require(self, token_ids: Sequence[int], texts: Sequence[str]) -> None:
+        """Raises PictureError unless a prompt has as many tokens for pictures as `texts` together."""
+        found = sum(token == self.token_id for token in token_ids)
+        wanted = sum(map(self._count, texts))
+        if found != wanted:
+            raise PictureError(f"the prompt has {found} tokens for pictures, of which {wanted} are made of one")
 
     def inputs(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
-        """`pixel_values` float32 [patches, values] of all, and `image_grid_thw` int64 [pictures, 3]; {} without any.
+        """The model's inputs for all of them, such as `pixel_values` float32 [patches, values] and `image_grid_thw`
+        int64 [pictures, 3]; {} without any. What differs in size is filled up with zeros, as by transformers.
 
         Raises PictureError for a missing or changed file.
         """
-        import torch
-
         each = [self._of(picture) for picture in pictures]
-        return {name: torch.cat([one[name] for one in each]) for name in (each[0] if each else ())}
+        return {name: _joined([one[name] for one in each]) for name in (each[0] if each else ())}
 
     def digests(self, pictures: Sequence[Picture]) -> tuple[str, ...]:
         """Of the model's inputs for each picture, to compare with those that another process makes of it.
@@ -139,9 +153,12 @@ class PictureProcessor:
                     "versions of pillow and transformers"
                 )
 
-    def counts(self, image_grid_thw: torch.Tensor) -> torch.Tensor:
-        """The number of the model's tokens for each picture, [pictures], from its grids [pictures, 3]."""
-        return image_grid_thw.prod(-1) // self._merged
+    def counts(self, pictures: Sequence[Picture]) -> list[int]:
+        """The number of the model's tokens for each picture. Raises the errors of `inputs`."""
+        for picture in pictures:
+            if picture.key not in self._counts:
+                self._of(picture)
+        return [self._counts[picture.key] for picture in pictures]
 
     def blank(self) -> Picture:
         """A small white picture, of which a model makes few tokens."""
@@ -157,19 +174,40 @@ class PictureProcessor:
             if (found := self._cache.get(picture.key)) is not None:
                 self._cache.move_to_end(picture.key)
                 return found
-        least, most = picture.limits
-        scaled = {} if picture.limits == NO_LIMITS else {"size": {"shortest_edge": least, "longest_edge": most}}
-        given = self._processor(images=[picture.open()], return_tensors="pt", **scaled)
-        made = {name: given[name] for name in ("pixel_values", "image_grid_thw")}
+        made, text = self._computed(picture.open(), picture.limits)
         digest = _digest(made)
         with self._lock:
             self._made[picture.key] = digest
+            self._counts[picture.key] = self._count(text)
             if picture.key not in self._cache:
                 self._cache[picture.key] = made
                 self._cached_nbytes += _nbytes(made)
             while self._cached_nbytes > MOST_CACHED_NBYTES and len(self._cache) > 1:
                 self._cached_nbytes -= _nbytes(self._cache.popitem(last=False)[1])
         return made
+
+    def _computed(self, image: Image.Image, limits: PixelLimits) -> tuple[dict[str, torch.Tensor], str]:
+        """The model's inputs for a picture, and what it becomes in a prompt."""
+        least, most = limits
+        scaled = (
+            {} if limits == NO_LIMITS else {"images_kwargs": {"size": {"shortest_edge": least, "longest_edge": most}}}
+        )
+        given = self.of_transformers(
+            images=[image],
+            text=[self.of_transformers.image_token],
+            add_special_tokens=False,
+            return_text_replacement_offsets=True,
+            return_mm_token_type_ids=False,
+            return_tensors="pt",
+            **scaled,
+        )
+        ((replaced,),) = given["text_replacement_offsets"]
+        of_text = {"text_replacement_offsets", "token_type_ids", "mm_token_type_ids"}
+        of_text.update(self.of_transformers.tokenizer.model_input_names)
+        return {name: given[name] for name in sorted(given.keys() - of_text)}, replaced["replacement"]
+
+    def _count(self, text: str) -> int:
+        return list(self.of_transformers.tokenizer.encode(text, add_special_tokens=False)).count(self.token_id)
 
 
 def load_processor(directory: str | Path, config: PretrainedConfig) -> PictureProcessor | None:
@@ -179,14 +217,44 @@ def load_processor(directory: str | Path, config: PretrainedConfig) -> PicturePr
     """
     if not sees(config):
         return None
-    from transformers import AutoImageProcessor
+    from transformers import AutoImageProcessor, AutoTokenizer
 
     auto: Any = AutoImageProcessor
     try:
-        return PictureProcessor(auto.from_pretrained(directory, backend="pil", trust_remote_code=False), config)
-    except (OSError, ValueError, ImportError, KeyError) as exc:
+        pictures = auto.from_pretrained(directory, backend="pil", trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return PictureProcessor(_whole(directory, config, pictures, tokenizer), config)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as exc:
         why = str(exc).strip().splitlines()[0]
         raise ConfigError(f"the image processor in {directory} cannot be loaded: {why}") from exc
+
+
+def _whole(directory: str | Path, config: PretrainedConfig, pictures: Any, tokenizer: Any) -> Any:
+    """The processor of transformers around them, without its part for videos, which would need torchvision."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+    described, _ = kind.get_processor_dict(directory)
+    accepted = inspect.signature(kind.__init__).parameters
+    parts = {"image_processor": pictures, "tokenizer": tokenizer, "video_processor": None, "feature_extractor": None}
+    fields = {name: value for name, value in (described | parts).items() if name in accepted}
+    processor = kind.__new__(kind)
+    processor.check_argument_for_proper_class = lambda name, part: None  # which refuses parts that are not there
+    processor.__init__(**fields)
+    del processor.check_argument_for_proper_class
+    return processor
+
+
+def _joined(each: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other. What differs in size is filled up at its ends with zeros."""
+    import torch
+
+    sizes = [max(sizes) for sizes in zip(*(one.shape[1:] for one in each), strict=True)]
+    filled = []
+    for one in each:
+        missing = [end for size, own in zip(sizes[::-1], one.shape[:0:-1], strict=True) for end in (0, size - own)]
+        filled.append(torch.nn.functional.pad(one, missing) if any(missing) else one)
+    return torch.cat(filled)
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:

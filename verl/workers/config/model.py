@@ -60,6 +60,11 @@ class HFModelConfig:
         True,
         "compare what trainer ranks hold after their start with the model's files, and buffers with transformers'",
     )
+    language_model_only: bool | None = option(
+        None,
+        "train the language model alone of a multimodal checkpoint; false: the whole model, with pictures; null: true "
+        "of gemma3, gemma4, llama4, mistral3, qwen3_5 and qwen3_5_moe, false of others",
+    )
     freeze_vision_tower: bool = option(
         False, "train a model that sees without its vision tower, which deltas then send once"
     )

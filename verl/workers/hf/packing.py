@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -166,6 +166,11 @@ def places_pictures(config: PretrainedConfig) -> bool:
     """Whether it is of a model that sees whose tokens have positions in three directions, by its `get_rope_index`.
     Where they are in a row then matters to nothing else."""
     return sees(config) and "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
+
+
+def places_by_rows(config: PretrainedConfig) -> bool:
+    """Whether it is of a model that sees and places pictures by a `get_rope_index`, of which nothing else is known."""
+    return sees(config) and hasattr(MODEL_MAPPING[type(config)], "get_rope_index") and not places_pictures(config)
 
 
 def scales_by_column(model: nn.Module) -> bool:

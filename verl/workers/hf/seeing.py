@@ -1,11 +1,12 @@
 """The inputs of a vision model for sequences with pictures, in rows or in one row.
 
-Positions are those of the model's own `get_rope_index`. The vision tower's states replace the picture tokens of a
-prompt; a generated picture token is embedded like any other.
+Positions are those of the model's own `get_rope_index`, if it has one. The vision tower's states replace the picture
+tokens of a prompt; a generated picture token is embedded like any other.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedModel
 
 from verl.utils.pictures import Picture, PictureProcessor
 from verl.workers.hf.packing import row_inputs
@@ -41,36 +42,25 @@ class Sight:
         its pictures have.
         """
         own = self.processor.inputs([picture for row in self.pictures for picture in row])
-        wanted = self._wanted(own).to(input_ids.device)
+        wanted = torch.tensor([sum(self.processor.counts(row)) for row in self.pictures], device=input_ids.device)
         is_token = (input_ids == self.processor.token_id) & attention_mask.bool()
         stands_in = is_token & (is_token.cumsum(1) <= wanted[:, None])
         if not torch.equal(stands_in.sum(1), wanted):
             raise ValueError(f"pictures become {wanted.tolist()} tokens, and there are {stands_in.sum(1).tolist()}")
         given = {name: tensor.to(input_ids.device) for name, tensor in own.items()}
         plain = input_ids.masked_fill((input_ids == self.processor.token_id) & ~stands_in, self.processor.other_id)
-        transformer: Any = model
-        positions, deltas = transformer.model.get_rope_index(
-            plain,
-            mm_token_type_ids=stands_in.int(),
-            image_grid_thw=given.get("image_grid_thw"),
-            attention_mask=attention_mask,
-        )
+        kinds = stands_in.int()
+        positions, deltas = _placed(model, plain, attention_mask, kinds, given)
         inputs = {"input_ids": plain, "attention_mask": attention_mask, "position_ids": positions, **given}
-        return Seen(inputs=inputs, deltas=deltas.reshape(-1, 1), token_ids=input_ids)
+        inputs |= dict.fromkeys(_names_of_kinds(model), kinds)
+        return Seen(inputs=inputs, deltas=deltas, token_ids=input_ids)
 
     def require(self, token_ids: Sequence[int]) -> None:
         """Check one sequence: raises the errors of `of`."""
-        wanted = int(self._wanted(self.processor.inputs(self.pictures[0])))
+        wanted = sum(self.processor.counts(self.pictures[0]))
         found = sum(token == self.processor.token_id for token in token_ids)
         if found < wanted:
             raise ValueError(f"pictures become {wanted} tokens, and there are {found}")
-
-    def _wanted(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[sequences]: how many tokens become of the pictures of each."""
-        grids = inputs.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
-        sums = torch.cat([torch.zeros(1, dtype=torch.long), self.processor.counts(grids).cumsum(0)])
-        ends = sums[torch.tensor([len(row) for row in self.pictures]).cumsum(0)]
-        return ends.diff(prepend=ends.new_zeros(1))
 
     def with_blank(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[Sight, Any, Any]:
         """Add a row with a blank picture if there is none: all ranks of a sharded model must call its tower together.
@@ -78,7 +68,7 @@ class Sight:
         if any(self.pictures):
             return self, input_ids, attention_mask
         blank = self.processor.blank()
-        count = int(self.processor.counts(self.processor.inputs([blank])["image_grid_thw"]))
+        (count,) = self.processor.counts([blank])
         missing = max(count - input_ids.shape[1], 0)
         row = input_ids.new_full((1, input_ids.shape[1] + missing), self.processor.token_id)
         mask = (torch.arange(row.shape[1], device=row.device) < count).to(attention_mask.dtype)
@@ -101,11 +91,13 @@ class Seen:
     def packed(self, model: nn.Module) -> Seen:
         """The sequences one after the other in one row, without padding."""
         inside = self.inputs["attention_mask"].bool()
-        in_text = (inside.cumsum(1) - 1)[None]
-        positions = torch.cat([in_text, self.inputs["position_ids"]])[:, inside][:, None]
+        in_text = (inside.cumsum(1) - 1)[inside][None]
+        positions = self.inputs["position_ids"]
+        positions = in_text if positions.ndim == 2 else torch.cat([in_text[None], positions[:, inside][:, None]])
         row = row_inputs(model, self.inputs["input_ids"][inside][None], positions, inside.sum(1).tolist())
+        kinds = {name: self.inputs[name][inside][None] for name in _names_of_kinds(model)}
         pictures = {name: self.inputs[name] for name in self.inputs.keys() - row.keys() - {"attention_mask"}}
-        return replace(self, inputs=row | pictures, token_ids=self.token_ids[inside][None])
+        return replace(self, inputs=row | pictures | kinds, token_ids=self.token_ids[inside][None])
 
     @contextmanager
     def embedded(self, model: nn.Module) -> Iterator[None]:
@@ -117,3 +109,28 @@ class Seen:
             yield
         finally:
             handle.remove()
+
+
+def _placed(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, kinds: torch.Tensor, given: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions [3, sequences, columns] of a model whose pictures have a width and a height, else [sequences, columns];
+    and the deltas, see `Seen`."""
+    place = getattr(model.model, "get_rope_index", None)
+    if place is None:
+        positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        return positions, positions.new_zeros(len(positions), 1)
+    positions, deltas = place(
+        input_ids,
+        mm_token_type_ids=kinds,
+        image_grid_thw=given.get("image_grid_thw"),
+        attention_mask=attention_mask,
+    )
+    return positions, deltas.reshape(-1, 1)
+
+
+def _names_of_kinds(model: Any) -> list[str]:
+    """Arguments of `model` with 1 for each token of a picture, else 0: some models let those see one another."""
+    base: Any = MODEL_MAPPING[type(model.config)]
+    accepted = inspect.signature(base.forward).parameters
+    return [name for name in ("token_type_ids", "mm_token_type_ids") if name in accepted]

@@ -27,6 +27,7 @@ from verl.utils.config import ConfigError, written
 from verl.utils.language_model import SEEING, directory_sees
 
 CHECKPOINT_ENGINE, MODEL = "actor_rollout_ref.rollout.checkpoint_engine", "actor_rollout_ref.model.path"
+LANGUAGE_MODEL_ONLY = "actor_rollout_ref.model.language_model_only"
 PICTURES, OTHER_MEDIA = "data.image_key", ("data.video_key", "data.audio_key")
 """Columns that no model, or only some, reads here. verl's files always name them, so only a key set by the user
 counts. A row with something in such a column is refused."""
@@ -111,8 +112,8 @@ def _of_stand_in(result: Translation) -> bool:
         result.notes.append(Note(key=PICTURES, value=value, why=why))
         return True
     result.problems.append(
-        f"{PICTURES}={written(value)}: the model reads text alone: give one that sees ({', '.join(SEEING)}), or leave "
-        "it out to train on texts"
+        f"{PICTURES}={written(value)}: the model reads text alone: give one that sees ({', '.join(SEEING)}; of those "
+        f"with a language model of their own, {LANGUAGE_MODEL_ONLY}=false), or leave it out to train on texts"
     )
     return False
 
@@ -122,7 +123,8 @@ def _sees(values: Mapping[str, Any]) -> bool:
     path = _get(values, MODEL)
     if path is None:
         return _get(values, "data.train_files") in (SHAPES, [SHAPES])
-    return path == SEEING_MODEL or directory_sees(str(path))
+    whole = _get(values, LANGUAGE_MODEL_ONLY) is False
+    return path == SEEING_MODEL or directory_sees(str(path), whole=whole)
 
 
 def _refusal(refused: list[str], why: str) -> str:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from verl.checkpoint_engine.compat import fsdp
 from verl.checkpoint_engine.plan.shards import flat_range_boxes
 from verl.utils.config import ConfigError
+from verl.utils.language_model import PARTLY_COMPUTED, sees
 from verl.workers.config import FSDPConfig
 from verl.workers.engine.adapters import has_adapters
 from verl.workers.engine.fsdp.engine import FSDPEngine
@@ -38,6 +39,11 @@ class FSDP1Sharding:
         """One flat parameter for each of `layers_apart`, one for the rest: tied embeddings must be in one."""
         if has_adapters(model):
             raise ConfigError("actor.strategy=fsdp trains whole models: LoRA (model.lora_rank) needs strategy=fsdp2")
+        if sees(model.config) and model.config.model_type in PARTLY_COMPUTED:
+            raise ConfigError(
+                f"actor.strategy=fsdp loses layers of the tower of {model.config.model_type} of which nothing is used: "
+                "set strategy=fsdp2"
+            )
         mesh = build_mesh(device.type, config.fsdp_size)
         replicated = config.fsdp_size == 1 or mesh.size() == 1
         layers = set(layers_apart(model))

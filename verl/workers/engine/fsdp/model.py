@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from verl.utils.config import ConfigError
-from verl.utils.language_model import auto_class, is_wrapper, language_config, sees
+from verl.utils.language_model import auto_class, choose_part, is_wrapper, language_config, sees
 from verl.utils.model import ATTENTION, EXACT, override, read_hf_config
 from verl.utils.pictures import PictureProcessor, load_processor
 from verl.utils.trainable import require_trainable
@@ -38,7 +38,7 @@ from verl.workers.hf.building import parameters_on_meta, require_buffers
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import Conversion
 from verl.workers.hf.dropout import drop_nothing, random_fields_of, set_fields, silence
-from verl.workers.hf.packing import attend_sequences_apart, places_pictures
+from verl.workers.hf.packing import attend_sequences_apart, places_by_rows
 from verl.workers.hf.precision import (
     names_kept_by_transformers,
     names_kept_wide,
@@ -196,7 +196,7 @@ def way_through(model_config: HFModelConfig, fsdp_config: FSDPConfig, head: Head
     shared = fsdp_config.ulysses_sequence_parallel_size > 1
     if shared and sees(hf_config):
         raise ConfigError(f"model.path={model_config.path}: ranks do not share rows of {hf_config.model_type}")
-    by_rows = sees(hf_config) and not places_pictures(hf_config)
+    by_rows = places_by_rows(hf_config)
     found = find_way(
         hf_config,
         build,
@@ -331,5 +331,6 @@ def load_hf_config(model_config: HFModelConfig) -> PretrainedConfig:
         )
     hf_config = read_hf_config(model_config.path, trust_remote_code=model_config.trust_remote_code)
     override(hf_config, model_config.override_config, "model.override_config")
+    choose_part(hf_config, model_config.language_model_only, "model.language_model_only")
     require_trainable(hf_config, f"model.path={model_config.path}")
     return hf_config

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.utils.config import ConfigError
-from verl.utils.language_model import auto_class, is_wrapper, language_config, sees
+from verl.utils.language_model import auto_class, choose_part, is_wrapper, language_config, sees
 from verl.utils.model import ATTENTION, override, read_hf_config
 from verl.utils.pictures import Picture, PictureError, load_processor
 from verl.workers.hf.attention import attention_implementation
@@ -125,6 +125,7 @@ class HFEngine:
         dtype = getattr(torch, self._spec.config.dtype)
         self._whole = read_hf_config(model.path, trust_remote_code=trust)
         override(self._whole, model.override_config, "model.override_config")
+        choose_part(self._whole, model.language_model_only, "model.language_model_only")
         config = language_config(self._whole)
         factory: Any = auto_class(config)
         self._processor = load_processor(model.path, self._whole)

@@ -23,7 +23,7 @@ def prompt_with(token_ids: Sequence[int], pictures: Sequence[Picture], processor
     """
     ids = list(token_ids)
     given = processor.inputs(pictures)
-    counts = processor.counts(given["image_grid_thw"]).tolist()
+    counts = processor.counts(pictures)
     at = [place for place, token in enumerate(ids) if token == processor.token_id]
     if len(at) < sum(counts):
         raise ValueError(f"pictures become {sum(counts)} tokens, and there are {len(at)}")

@@ -359,16 +359,18 @@ def _sampled(recording: Recording, sampling: Sampling) -> Iterator[Cause]:
             rest = (log_probs.double() - slope * logits - off).abs()
             seen_only.append(_largest(rest[there & seen]))
             others.append(_largest(rest[there & ~seen]))
-    if not slopes or sampling.temperature == 0:
+    if kept and min(kept) < max(
+        len(each) for scores in recording.scores for each in scores.get(LOG_PROBS, {}).values()
+    ):
+        text = f"the engine samples from {min(kept)} to {max(kept)} tokens, the trainer scores over all of them"
+        yield Cause(name="top-p or top-k", place=LOG_PROBS, text=text)
+    if not slopes or sampling.temperature == 0:  # nothing to fit, as where few tokens are kept
         return
     temperature = 1 / sorted(slopes)[len(slopes) // 2]
     if abs(temperature / sampling.temperature - 1) > 1e-3:
         twice = abs(temperature / sampling.temperature**2 - 1) < 1e-3
         text = f"the engine divides scores by {temperature:.4g}, the trainer by {sampling.temperature:.4g}"
         yield Cause(name="temperature", place=LOG_PROBS, text=text + (": it is applied twice" if twice else ""))
-    if min(kept) < max(len(each) for scores in recording.scores for each in scores.get(LOG_PROBS, {}).values()):
-        text = f"the engine samples from {min(kept)} to {max(kept)} tokens, the trainer scores over all of them"
-        yield Cause(name="top-p or top-k", place=LOG_PROBS, text=text)
     if max(seen_only, default=0.0) > 1e-3 + 10 * max(others, default=0.0):
         yield Cause(name="penalties", place=LOG_PROBS, text="scores of tokens that occurred before are changed")
 

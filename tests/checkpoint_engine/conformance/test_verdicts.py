@@ -208,6 +208,8 @@ def test_the_command_writes_its_reports_and_exits_with_0_1_2_or_3(bench, engine,
     assert f"partly loaded (or stale derived state): {HEAD}" in capsys.readouterr().out
     failures = ElementTree.parse(tmp_path / "junit").getroot().findall("testcase/failure")
     assert failures[0].get("message") == "partly loaded"
+    assert main([*arguments[:-1], "bfloat16"]) == 2
+    assert "has experts, and in bfloat16 a rounding chooses others" in capsys.readouterr().err
     assert main([*arguments[:-4], "--route", "nccl"]) == 3
     assert "NCCL engine needs CUDA devices" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..support.console import say
-from .oracle import MARGIN, changed_version, configured_dtype, vocabulary
+from .oracle import MARGIN, changed_version, configured_dtype, has_experts, vocabulary
 from .probes import ProbedVLLM
 from .report import as_json, as_text, write_html, write_junit
 from .routes import route_of
@@ -46,6 +46,11 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
     dtype = options.dtype if options.dtype != "auto" else server.dtype() or configured_dtype(options.model)
     if dtype not in TOLERANCES:
         raise ConfigError(f"the server computes in {dtype}: {', '.join(TOLERANCES)} have an oracle")
+    if dtype != "float32" and has_experts(options.model):
+        raise ConfigError(
+            f"{options.model} has experts, and in {dtype} a rounding chooses others than the oracle does: no tolerance "
+            "tells that from a fault. Start the server with --dtype float32"
+        )
     tolerance = options.tolerance or TOLERANCES[dtype]
     longest = server.longest() or PROBE_TOKENS + 2
     prompts = _prompts(vocabulary(options.model), min(PROBE_TOKENS, longest - 2))

@@ -75,6 +75,14 @@ def configured_dtype(directory: Path) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def has_experts(directory: Path) -> bool:
+    """Whether a router of the model chooses among experts."""
+    from transformers import AutoConfig
+
+    fields = AutoConfig.from_pretrained(directory).get_text_config().to_dict()
+    return any("expert" in name and isinstance(value, int) and value > 1 for name, value in fields.items())
+
+
 @torch.inference_mode()
 def log_probs(model: Any, prompts: Prompts) -> LogProbs:
     """Log-probs of the tokens of `prompts`, each given those before it. Prompts are one batch, filled up at their ends,

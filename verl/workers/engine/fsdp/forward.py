@@ -48,7 +48,7 @@ def response_log_probs(
     With `CANDIDATES` in `micro_batch` their log-probs are in it afterwards, too. `sight`: pictures of the sequences.
     """
     tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
-    with _only_at(tokens, model) as applied, tokens.seen(model, sight) as inputs:
+    with _only_at(tokens, model) as applied, tokens.seen(model, sight) as inputs, _views_returned():
         logits = model(**inputs, use_cache=False).logits
     logits = logits[:, : len(tokens.rows)] if applied else tokens.predicting(logits)
     if temperature != 1.0:
@@ -73,11 +73,18 @@ def response_values(
     """The value head's output for the state before each response token: float32 [b, R], 0 on padding. `sight`: as in
     `response_log_probs`."""
     tokens = _Tokens.of(micro_batch, pack=pack, sharers=sharers)
-    with warnings.catch_warnings(), tokens.seen(model, sight) as inputs:
-        # A layer of one column returns a view of its product; FSDP2 asks that nothing be done to it in place.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    with _views_returned(), tokens.seen(model, sight) as inputs:
         values = model(**inputs, use_cache=False).logits
     return tokens.finished(tokens.predicting(values)[..., 0].float())
+
+
+@contextmanager
+def _views_returned() -> Iterator[None]:
+    """A layer of one column returns a view of its product, and InternVL features of pictures. FSDP2 asks that nothing
+    be done to them in place."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.experimental.agent_loop.server_manager import COUNTS
 from verl.experimental.fully_async_policy.message_queue import Sample
 from verl.experimental.fully_async_policy.state import RollouterState
 from verl.experimental.fully_async_policy.supply import Supply, Terms
@@ -183,7 +184,10 @@ class FullyAsyncTrainer(RayPPOTrainer):
     def _joined_samples(self, samples: Sequence[Sample], now: Step) -> DataProto:
         batch = DataProto.concat([sample.batch for sample in samples])
         for name, values in batch.meta_info.pop("metrics", {}).items():
-            now.metrics[f"agent_loop/{name}/mean"] = fmean(values)
+            if name in COUNTS:
+                now.metrics[COUNTS[name]] = float(sum(values))
+            else:
+                now.metrics[f"agent_loop/{name}/mean"] = fmean(values)
         greedy = [sample.greedy for sample in samples if sample.greedy is not None]
         if greedy:
             tensors_of(batch)[BASELINES] = self.sampling.baselines(DataProto.concat(greedy), now)

@@ -156,7 +156,8 @@ def test_every_sync_leaves_a_report_whose_phases_add_up(real):
 @pytest.mark.vllm
 def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
     run, job = real
-    unboxed = [line for line in job.stderr.splitlines() if not line.startswith(("+-", "|"))]
+    slow = "warning: Ray was too slow to start"  # the machine is busy
+    unboxed = [line for line in job.stderr.splitlines() if not line.startswith(("+-", "|", slow))]
     assert [line.split(" (")[0] for line in unboxed] == [
         f"training builtin:tiny-qwen2 on builtin:arithmetic; output in {run.out}",
         "rollout: vllm, 1 replicas of 1 ranks, colocated; 4 responses per prompt",

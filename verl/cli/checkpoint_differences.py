@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,10 @@ from verl.trainer.checkpoints import COMPARED_NBYTES, PARTS, CheckpointDirectory
 from verl.utils.config import ConfigError
 from verl.utils.file_digests import damaged, noted_in
 from verl.workers.engine.checkpoint_files import METADATA_FILE, read_entry, read_metadata
+
+LAST_RATE = re.compile(r"optimizer\.param_groups\.\d+\.lr")
+"""The learning rate of the last step in this process: ranks that were started again have none. Each step sets it, from
+the number of steps, which is compared."""
 
 
 def checkpoint_differences(a: Path, b: Path, compared: Compared) -> Iterator[Difference]:
@@ -64,7 +69,7 @@ def _of_state(part: str, a: Path, b: Path, compared: Compared) -> Iterator[Diffe
     if _digests(a) == _digests(b) != {}:
         compared.tensors += len(names[0])
         return
-    for name in sorted(names[0] | names[1]):
+    for name in sorted(name for name in names[0] | names[1] if not LAST_RATE.fullmatch(name)):
         values = [read_entry(path, name) if name in own else None for path, own in zip((a, b), names, strict=True)]
         compared.tensors += 1
         yield from _of_value(f"{part}: {name}", *values)

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 from ..errors import BackendUnavailable, ConfigError
 from ..parameter_server.checkpoint_directory import checkpoint_files
 from ..parameter_server.http_server import HttpServer, Refused, request_inference_to_update
+from ..support.package import PACKAGE
 
 DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
-EXTENSION = "verl.checkpoint_engine.parameter_server.VllmColocateWorkerExtension"
+EXTENSION = f"{PACKAGE}.parameter_server.VllmColocateWorkerExtension"
 
 
 class Route(Protocol):

@@ -39,7 +39,7 @@ class FSDP1Sharding:
         """One flat parameter for each of `layers_apart`, one for the rest: tied embeddings must be in one."""
         if has_adapters(model):
             raise ConfigError("actor.strategy=fsdp trains whole models: LoRA (model.lora_rank) needs strategy=fsdp2")
-        if sees(model.config) and model.config.model_type in PARTLY_COMPUTED:
+        if isinstance(model, PreTrainedModel) and sees(model.config) and model.config.model_type in PARTLY_COMPUTED:
             raise ConfigError(
                 f"actor.strategy=fsdp loses layers of the tower of {model.config.model_type} of which nothing is used: "
                 "set strategy=fsdp2"

@@ -148,7 +148,7 @@ class RaySession:
             told = {MARK: mark} | {key: value for key, value in said.items() if key not in os.environ}
             os.environ.update(told)
             try:
-                context = _init(ours, strangers)
+                context = _init(ours, strangers, mark)
                 about = getattr(context, "address_info", {})
                 session = about.get("session_dir")
                 if session and address == LOCAL:
@@ -162,8 +162,7 @@ class RaySession:
                         self._cleanup = CleanupProcess(Path(ending_agents.__file__), session)
             except KeyboardInterrupt:
                 with uninterrupted():
-                    _kill_with_descendants(set(psutil.Process().children()) - strangers)
-                    _kill_marked(mark)
+                    _kill_started(strangers, mark)
                     self.owned = False
                 raise
             finally:
@@ -239,7 +238,7 @@ class RaySession:
             os._exit(1)
 
 
-def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
+def _init(arguments: dict[str, Any], strangers: set[psutil.Process], mark: str) -> Any:
     """`ray.init`, up to ATTEMPTS times: on a busy machine a Ray may not be there in the time that it gives itself."""
     joins = arguments["address"] != LOCAL
     if joins:
@@ -253,7 +252,7 @@ def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
         except Exception as exc:
             if joins or _TOO_SLOW not in str(exc):
                 raise
-            _kill_with_descendants(set(psutil.Process().children()) - strangers)
+            _kill_started(strangers, mark)
             if attempt == ATTEMPTS:
                 load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
                 raise RayTooSlow(
@@ -262,6 +261,12 @@ def _init(arguments: dict[str, Any], strangers: set[psutil.Process]) -> Any:
                 ) from exc
             logger.warning("Ray was too slow to start; starting it again")
     raise AssertionError("unreachable")
+
+
+def _kill_started(strangers: set[psutil.Process], mark: str) -> None:
+    """Whatever of Ray has started: this process's children but for `strangers`, and what has lost its parent."""
+    _kill_with_descendants(set(psutil.Process().children()) - strangers)
+    _kill_marked(mark)
 
 
 def _kill_with_descendants(processes: Iterable[psutil.Process]) -> None:

@@ -95,7 +95,7 @@ def test_a_call_that_comes_after_the_end_starts_no_other_ray(starting, monkeypat
 ORPHAN = """
 import subprocess, sys
 nothing = subprocess.DEVNULL
-print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=nothing, stderr=nothing).pid)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=nothing, stderr=nothing).pid)
 """
 
 
@@ -116,7 +116,10 @@ def test_what_ends_a_start_of_ray_ends_also_what_has_lost_its_parent(monkeypatch
     session = RaySession()
     with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
         session.start({})
-    assert soon(lambda: not is_alive(orphans[0]))
+    try:
+        assert soon(lambda: not is_alive(orphans[0]))
+    finally:
+        orphans[0].kill()
     assert MARK not in os.environ
     session.close()
 

@@ -25,7 +25,7 @@ run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=v
 test: install sglang vision ## the quick tests, and each capability once with its real parts
 	@$(PYTEST) --cells all -m "not job or once" $(ARGS)
 
-test-all: install sglang vision ## every test; of long matrices the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
+test-all: install sglang vision ## every test; of long matrices and jobs the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
 	@$(PYTEST) --cells today $(ARGS)
 
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"

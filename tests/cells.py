@@ -3,6 +3,8 @@
 `make test-all` does so; `--cells all`, which is pytest's default, runs them whole. A file of which one cell stands for
 many has the marker `cells(days)`, or some of its tests have. With `cells(days, by="fixture")`, tests that share this
 fixture are one cell, or one for each of its parameters.
+
+Jobs without the marker that `make test` does not run are one cell for each file, which runs every second day.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections import defaultdict
 
 import pytest
 
+DAYS = 2
+"""Of a file of jobs without the marker."""
 DAY = "VERL_TESTS_DAY"
 """Number of the day, so that all test processes know the same one, also around midnight."""
 
@@ -40,14 +44,18 @@ def pytest_collection_modifyitems(config, items):
     kept, left_out = [], []
     for item in items:
         marker = item.get_closest_marker("cells")
-        if marker is None:
+        file = item.nodeid.split("::")[0]
+        if marker is not None:
+            (days,), by = marker.args, marker.kwargs.get("by")
+            of_file = numbers[file, days]
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            number = of_file.setdefault(parameters.get(by, by) if by else item.nodeid, len(of_file))
+        elif item.get_closest_marker("job") and not item.get_closest_marker("once"):
+            days, number = DAYS, 0
+        else:
             kept.append(item)
             continue
-        (days,), by = marker.args, marker.kwargs.get("by")
-        of_file = numbers[str(item.path), days]
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        number = of_file.setdefault(parameters.get(by, by) if by else item.nodeid, len(of_file))
-        first_day = zlib.crc32(item.path.name.encode())  # files of one cell do not all have the same day
+        first_day = zlib.crc32(file.encode())  # files of one cell do not all have the same day
         (kept if (first_day + number) % days == today % days else left_out).append(item)
     if left_out:
         items[:] = kept

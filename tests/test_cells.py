@@ -26,13 +26,29 @@ def test_that_shares(way, number):
 def test_always():
     print("always")
 """
+JOBS = """
+import pytest
+
+@pytest.mark.job
+@pytest.mark.parametrize("number", range(3))
+def test_a_job(number):
+    print(f"job {number}")
+
+@pytest.mark.job
+@pytest.mark.once
+def test_of_make_test():
+    print("once")
+"""
+
+
+INI = "[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers =\n    cells\n    job\n    once"
 
 
 @pytest.fixture
 def ran(pytester, monkeypatch):
     """Runs it on a day; says which cells ran, and whether the other test did."""
-    pytester.makepyfile(MATRIX)
-    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers =\n    cells: in parts")
+    pytester.makepyfile(matrix_test=MATRIX, jobs_test=JOBS)
+    pytester.makeini(INI)
 
     def run(day: int, *options: str) -> tuple[set[int], bool]:
         text = said(day, *options)
@@ -55,6 +71,11 @@ def test_each_day_runs_another_part_and_all_of_them_have_run_in_the_end(ran):
 def test_tests_that_share_a_fixture_run_on_the_same_day(ran):
     days = [re.findall(r"way (p|q)\d", ran.said(day, "--cells", "today")) for day in range(2)]
     assert sorted(days) == [["p"] * 3, ["q"] * 3]
+
+
+def test_jobs_that_are_not_in_make_test_run_every_second_day_all_of_a_file_together(ran):
+    days = [re.findall(r"job \d|once", ran.said(day, "--cells", "today")) for day in range(2)]
+    assert sorted(days) == [["job 0", "job 1", "job 2", "once"], ["once"]]
 
 
 def test_by_default_every_cell_runs(ran):

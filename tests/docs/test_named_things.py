@@ -63,12 +63,10 @@ def test_a_decision_has_its_number_a_title_a_status_and_a_date(page: Path):
     assert status == "accepted" or (replaced_by and (page.parent / replaced_by[1]).exists())
 
 
-def test_every_decision_is_listed_and_in_the_navigation_with_its_title_and_status():
+def test_every_decision_has_a_date_and_is_listed_and_in_the_navigation_with_its_title():
     overview = (ROOT / "docs" / "adr" / "README.md").read_text()
     navigation = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     for page in DECISIONS:
-        number, title, status, day = re.match(
-            r"# (\d+)\. (.+)\n\n\* Status: (.+)\n\* Date: (.+)\n", page.read_text()
-        ).groups()
-        assert f"| [{number}]({page.name}) | {title} | {status} | {day} |" in overview
+        number, title = re.match(r"# (\d+)\. (.+)\n\n\* Status: .+\n\* Date: .+\n", page.read_text()).groups()
+        assert f"| [{number}]({page.name}) | {title} |\n" in overview
         assert str({f"{number}. {title}": f"adr/{page.name}"}) in navigation

@@ -31,7 +31,7 @@ from verl.workers.rollout.records import (
     TokenOutput,
     WeightVersionSpan,
 )
-from verl.workers.rollout.server import CONCURRENCY_GROUPS, RolloutServer
+from verl.workers.rollout.server import CONCURRENCY, RolloutServer
 
 __all__ = [
     "NO_VERSION",
@@ -218,7 +218,7 @@ class RolloutReplica(ABC):
             local_count=self.placement.local_count,
             can_sleep=self.can_sleep,
         )
-        actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutServer)  # type: ignore[call-overload]
+        actor: Any = ray.remote(**CONCURRENCY)(RolloutServer)
         self._handle = actor.options(**self._actor_options()).remote(spec)
         try:
             self.kept_wide = await self._call("start", deadline="startup_timeout_s")

@@ -1,8 +1,8 @@
 """The Ray actor around one inference engine.
 
-    agent loops --generate-->  [group "generate": own event loop] --\
-                                                                     >-- engine loop (one thread) -- Engine
-    replica     --pause, ...-> [group "control": own event loop]  --/
+    agent loops --generate-->  [group "generate": own event loop]  --\
+                                                                      >-- engine loop (one thread) -- Engine
+    replica     --pause, ...-> [default group: own event loop]     --/
 
 Ray runs every concurrency group of an async actor on an event loop in a thread of its own; that keeps control calls
 apart from thousands of parked `generate` calls. An engine's client may be used from one loop only, so all of it runs on
@@ -35,8 +35,12 @@ from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOption
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-CONCURRENCY_GROUPS = {"generate": 100_000, "control": 64}
-"""Calls that Ray lets run at once. How many sequences decode at once is the engine's `max_num_seqs`."""
+CONCURRENCY: dict[str, Any] = {"concurrency_groups": {"generate": 100_000}, "max_concurrency": 64}
+"""Calls that Ray lets run at once, as options of the actor. How many sequences decode at once is the engine's
+`max_num_seqs`.
+
+One group has a name, and the default group serves the other methods: of several named groups Ray 2.60 may run one loop
+in two threads and another one never, on a machine that is busy while the actor starts."""
 
 
 class EngineLoop:
@@ -145,20 +149,17 @@ class RolloutServer:
                 await self._changing.acquire()
                 self._changing.release()
 
-    # -- group control: called by the replica -----------------------------------------------------------------------
+    # -- default group: called by the replica -----------------------------------------------------------------------
 
-    @ray.method(concurrency_group="control")
     async def start(self) -> tuple[str, ...]:
         """Start the engine; returns the tensors that it keeps in float32: see `Engine.start`."""
         kept_wide = await self._loop.run(self._engine.start())
         return tuple(kept_wide or ())
 
-    @ray.method(concurrency_group="control")
     async def pid(self) -> int:
         """The process id of the server, for tests and users."""
         return os.getpid()
 
-    @ray.method(concurrency_group="control")
     async def health(self) -> int | None:
         """The active version (None: nothing yet, NO_VERSION: from disk). Raises if the engine does not answer."""
         return await self._loop.run(self._health())
@@ -167,12 +168,10 @@ class RolloutServer:
         await self._engine.health()
         return self._version
 
-    @ray.method(concurrency_group="control")
     async def take_spans(self) -> list[Span]:
         """The spans of the engine's activities since the last call."""
         return await self._loop.run(self._take_spans())
 
-    @ray.method(concurrency_group="control")
     async def memory(self) -> MemoryUse:
         """The memory of this process and its engine's."""
         return await asyncio.to_thread(tree_use, self._spec.name)
@@ -180,7 +179,6 @@ class RolloutServer:
     async def _take_spans(self) -> list[Span]:
         return self._spans.take()
 
-    @ray.method(concurrency_group="control")
     async def pause(self, mode: str) -> None:
         if mode not in PAUSE_MODES:
             raise ValueError(f"pause mode {mode!r} is not one of: {', '.join(PAUSE_MODES)}")
@@ -190,7 +188,6 @@ class RolloutServer:
         self._spans.begin("paused")
         await self._engine.pause(mode)
 
-    @ray.method(concurrency_group="control")
     async def activate(self, arena_path: str, version: int) -> EngineCheckResult | None:
         """Load `version`. Raises ActivationError or, if the engine then computes with something else, IntegrityError;
         the server then refuses to generate until an activation succeeds."""
@@ -219,7 +216,6 @@ class RolloutServer:
         self._committed = (arena_path, version)
         return checked
 
-    @ray.method(concurrency_group="control")
     async def resume(self) -> None:
         """Generate again; allocates a sleeping KV cache first. Raises NoWeights after a failed activation."""
         await self._loop.run(self._locked(self._resume))
@@ -231,17 +227,14 @@ class RolloutServer:
         await self._engine.resume()
         self._spans.end("paused", self._version)
 
-    @ray.method(concurrency_group="control")
     async def profile(self, prefix: str | None) -> None:
         """Begin a trace whose files begin with `prefix`, or end it. Does nothing for an engine without traces."""
         if isinstance(self._engine, TracedEngine):
             await self._loop.run(self._engine.start_profile(prefix) if prefix else self._engine.stop_profile())
 
-    @ray.method(concurrency_group="control")
     async def clear_cache(self) -> None:
         await self._loop.run(self._locked(self._engine.clear_cache))
 
-    @ray.method(concurrency_group="control")
     async def sleep(self, weights: bool) -> bool:
         """Abort, pause, and free the KV cache (and `weights`). False if the engine cannot sleep."""
         return await self._loop.run(self._locked(self._sleep, weights))
@@ -257,7 +250,6 @@ class RolloutServer:
             self._weights_asleep, self._version = True, None
         return True
 
-    @ray.method(concurrency_group="control")
     async def wake_up(self) -> None:
         """Undo `sleep`: allocate, load the version that was active before, allocate the KV cache, generate."""
         await self._loop.run(self._locked(self._wake_up))
@@ -270,7 +262,6 @@ class RolloutServer:
             self._weights_asleep = False
         await self._resume()
 
-    @ray.method(concurrency_group="control")
     async def wake_cache(self) -> None:
         await self._loop.run(self._locked(self._wake_cache))
 
@@ -279,7 +270,6 @@ class RolloutServer:
             await self._engine.wake(weights=False)
             self._cache_asleep = False
 
-    @ray.method(concurrency_group="control")
     async def shutdown(self) -> None:
         await self._loop.run(self._engine.shutdown())
 

@@ -20,7 +20,7 @@ if LATE in os.environ:  # in the server's process, which imports this before Ray
         time.sleep(0.2)
         run(thread)
 
-    threading.Thread.run = run_late  # type: ignore[method-assign]
+    threading.Thread.run = run_late  # type: ignore[method-assign, assignment]
 
 
 class Server:
@@ -32,7 +32,7 @@ class Server:
         return threading.current_thread().name
 
 
-def test_every_group_of_a_server_has_its_loop_though_threads_start_late(ray_cluster: None):
+def test_every_group_of_a_server_has_its_loop_though_threads_start_late(ray_cluster: None) -> None:
     """With a second named group Ray runs the loop of that one in both threads, and `generate` is never answered."""
     actor: Any = ray.remote(**CONCURRENCY)(Server)
     server = actor.options(num_cpus=0.1, runtime_env={"env_vars": {LATE: "1"}}).remote()

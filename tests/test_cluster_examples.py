@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from tests.checkpoint_engine.fakes import soon
+from tests.trainer.config.launches import Launch, check
 from verl.trainer.config.loader import load_config
 from verl.utils.device import any_device
 
@@ -68,6 +70,18 @@ def test_slurm_starts_ray_on_all_nodes_and_the_driver_beside_the_head(cluster: t
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.seed) == (3, 8, 7)
     assert config.trainer.resume_mode == "auto"
     assert "scontrol requeue 17" not in lines
+
+
+@pytest.mark.job  # it plans a run
+@pytest.mark.cells(3)
+def test_what_slurm_starts_passes_its_check(cluster: tuple[Path, dict[str, str]]):
+    log, environment = cluster
+    subprocess.run(["bash", SBATCH], env=environment, check=True, timeout=300)
+    (driver,) = re.findall(r"^n1: (python .*)$", log.read_text(), re.MULTILINE)
+    with any_device():
+        code, said, errors = check(Launch("on three nodes", "hybrid", " ".join(overrides_of(driver))))
+    assert (code, errors) == (0, [])
+    assert "trainer: 24 ranks (3 x 8)" in said
 
 
 def test_slurm_puts_a_job_whose_time_is_up_into_the_queue_again(cluster: tuple[Path, dict[str, str]]):

@@ -28,7 +28,14 @@ from tests.checkpoint_engine.served_vllm import ServedVLLM, served_vllm
 from tests.warm_workers import WarmWorkers
 from tests.weight_sync.expected import expected_on_rank, same_bits
 from tests.weight_sync.greedy import hugging_face_tokens
-from verl.checkpoint_engine import ActivationError, ConfigError, SyncAborted, TRLWeightTransfer, WeightPublisher
+from verl.checkpoint_engine import (
+    ActivationError,
+    ConfigError,
+    SyncAborted,
+    TRLWeightTransfer,
+    WeightPublisher,
+    certify,
+)
 from verl.checkpoint_engine.memory.arena import NodeArena
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS
 from verl.utils.builtin import make_tiny_model
@@ -83,6 +90,18 @@ def test_a_push_of_trls_that_would_end_what_is_in_flight_is_refused():
 
 @pytest.mark.vllm
 class TestAgainstVLLM:
+    @pytest.mark.cells(14)  # a minute each
+    @pytest.mark.parametrize("route", ["arena", "update"])
+    def test_a_server_is_certified_by_what_it_answers(
+        self, server: ServedVLLM, directory: Path, capsys: pytest.CaptureFixture[str], route: str
+    ):
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        with WeightPublisher(model, [server.url]) as publisher:
+            publisher.push(version=0)  # it began with other weights
+        asked = ["--model", str(directory), "--server", server.url, "--route", route, "--dtype", "float32"]
+        assert certify.main(asked) == 0, capsys.readouterr()
+        assert "certified: the server computes with every version that it was sent" in capsys.readouterr().out
+
     def test_trl_pushes_through_the_adapter(self, server: ServedVLLM, directory: Path, shm: Path):
         """In the order of `AsyncGRPOTrainer`; each tensor is gone when the next one is asked for."""
         model = AutoModelForCausalLM.from_pretrained(directory)

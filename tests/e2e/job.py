@@ -108,11 +108,14 @@ class Job:
         return [process for process in found if is_alive(process)]
 
     def find(self, *titles: str) -> list[psutil.Process]:
-        """Processes whose command line contains any of `titles`. Ray calls an actor `ray::<Class>`, or what it does."""
+        """Processes whose name (15 characters) or command line contains any of `titles`.
+
+        Ray calls an actor `ray::<Class>`, or what it does.
+        """
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                command = " ".join(process.cmdline())
+                command = " ".join([process.name(), *process.cmdline()])
                 if any(title in command for title in titles):
                     found.append(process)
         return found

@@ -90,7 +90,7 @@ def test_an_interrupt_during_start_up_ends_the_run(start, line, wait_s, interrup
 @pytest.mark.vllm
 def test_an_interrupt_while_vllm_starts_ends_it_too(start, warm):
     job = start("actor_rollout_ref.rollout.name=vllm", ONE_RANK, warm=warm)
-    job.wait_for(lambda: job.find("VLLM::EngineCore"), "vLLM's engine core")
+    job.wait_for(lambda: job.find("VLLM::Engine"), "vLLM's engine core")
     assert_ends_in_one_line(job, ctrl_c)
 
 

@@ -61,6 +61,13 @@ def test_each_of_the_ten_goals_has_a_folder_with_a_script():
     assert [script for script in GOALS if not (ROOT / script).is_file()] == []
 
 
+def test_the_first_page_of_the_documents_links_to_the_page_of_each_goal():
+    table, index = (ROOT / "examples" / "README.md").read_text(), (ROOT / "docs" / "index.md").read_text()
+    pages = re.findall(r"\]\(\.\./docs/(\S+)\) \|$", table, re.MULTILINE)
+    assert len(pages) == len(GOALS)
+    assert [page for page in pages if f"]({page})" not in index] == []
+
+
 @pytest.mark.job  # a second each
 @pytest.mark.cells(3)
 @pytest.mark.parametrize("script", [script for script in GOALS if script.suffix == ".sh"], ids=str)

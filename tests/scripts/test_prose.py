@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.prose import blocks, offences, pages
+from scripts.prose import beside, blocks, offences, pages
 
 LONG = " ".join(["word"] * 31)
 
@@ -40,6 +40,12 @@ def test_short_sentences_code_names_and_pictures_are_accepted(page: str):
 def test_a_substitute_for_a_term_of_the_field_is_named_with_a_better_one(words: str):
     (found,) = offences(f"# Title\n\nA node: {words}.\n")
     assert found.startswith("3: '")
+
+
+def test_readmes_of_examples_have_the_style_too():
+    names = {path.parent.name for path in beside()}
+    assert {"examples", "slurm", "dapo", "verl_sync"} <= names
+    assert [list(offences(path.read_text(encoding="utf-8"))) for path in beside()] == [[] for _ in beside()]
 
 
 def test_generated_pages_are_read_at_their_source():

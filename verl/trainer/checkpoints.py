@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.utils.config import ConfigError
 from verl.utils.disk import full_disk_told
@@ -195,6 +193,8 @@ class CheckpointDirectory:
         """The driver's state in a checkpoint. Raises ConfigError for files that are no checkpoint's."""
         record = _record(path)
         try:
+            import torch
+
             with warnings.catch_warnings(action="ignore"):
                 position = torch.load(path / "data.pt", weights_only=True, map_location="cpu")
         except Exception as exc:  # torch's reader raises whatever it stumbles over
@@ -268,6 +268,8 @@ def warn_of_lacking_contents(key: str, contents: CheckpointConfig) -> None:
 
 
 def _saved(state: dict[str, Any]) -> bytes:
+    import torch
+
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()

@@ -51,9 +51,14 @@ def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults:
         from verl.trainer.config.cli import run_hydra  # here, since a Ctrl-C may come this early
 
         def adapt(config: PPOConfig) -> PPOConfig:
+            if loop == HYBRID:  # without its class, which imports torch and Ray
+                from verl.trainer.ppo.settled import of_whole_batches
+
+                return of_whole_batches(config)
             return _class_of(loop).adapted(config)
 
-        run_hydra(trainer, adapt=adapt, check=partial(check_ppo, loop=loop), **defaults)
+        known = _known_good if loop == HYBRID else None
+        run_hydra(trainer, adapt=adapt, check=partial(check_ppo, loop=loop), known=known, **defaults)
     except KeyboardInterrupt as exc:
         _end(INTERRUPTED, f"stopped{exc}")
     except RuntimeError as exc:
@@ -82,6 +87,14 @@ def check_ppo(config: PPOConfig, loop: str = HYBRID, *, pictures: bool = False) 
 
     refuse_replaced()
     return plan(config, _class_of(loop), pictures=pictures)
+
+
+def _known_good(config: PPOConfig) -> Checked | None:
+    from verl.trainer.ppo.known_good import known_good
+    from verl.trainer.ppo.verl_names import refuse_replaced
+
+    refuse_replaced()
+    return known_good(config)
 
 
 def _class_of(loop: str) -> type[RayPPOTrainer]:

@@ -8,7 +8,8 @@ import pytest
 from verl.protocol import DataProto
 from verl.trainer.config.checks.teachers import distillation
 from verl.trainer.config.loader import load_config
-from verl.trainer.fleet.teachers import Teachers, num_engines, padded_scores
+from verl.trainer.fleet.counts import num_teacher_engines
+from verl.trainer.fleet.teachers import Teachers, padded_scores
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
 from verl.workers.teacher.scores import Scores
@@ -68,7 +69,7 @@ def test_a_sample_without_a_teacher_is_an_error(columns, said):
 )
 def test_a_teacher_has_the_engines_that_its_devices_allow(keys, device, engines):
     of_run = config(*(f"{TEACHERS}.t.{key}" for key in ("model_path=x", *keys)))
-    assert num_engines(of_run, of_run.distillation.teachers["t"], device) == engines
+    assert num_teacher_engines(of_run, of_run.distillation.teachers["t"], device) == engines
 
 
 @pytest.mark.parametrize(

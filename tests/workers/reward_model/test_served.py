@@ -21,7 +21,8 @@ from tests.workers.reward_model import head
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import problems_of
-from verl.trainer.fleet.reward_models import num_engines, reward_function
+from verl.trainer.fleet.counts import num_reward_engines
+from verl.trainer.fleet.reward_models import reward_function
 from verl.utils.builtin import make_tiny_model
 from verl.utils.config import ConfigError
 from verl.utils.device import any_device
@@ -255,4 +256,4 @@ def test_engines_take_the_devices_of_the_trainer_or_their_own(keys, device, engi
         "reward_model.model.path=x",
         "reward_model.rollout.tensor_model_parallel_size=2",
     ]
-    assert num_engines(load_config([*served, "data.train_batch_size=64", *keys]), device) == engines
+    assert num_reward_engines(load_config([*served, "data.train_batch_size=64", *keys]), device) == engines

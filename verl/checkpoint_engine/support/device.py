@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
-
-import torch
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .config import ConfigError, did_you_mean
 from .package import extra
+
+if TYPE_CHECKING:
+    import torch  # imported where it is used: commands that start nothing ask which device there is
 
 DEVICES = ("cpu", "cuda", "npu")
 
@@ -62,6 +65,8 @@ def local_device(device: str, local_rank: int = 0) -> torch.device:
 
     `local_rank` is taken modulo the devices that this process can see: Ray shows each worker only its own.
     """
+    import torch
+
     if device == "cpu":
         return torch.device("cpu")
     module = device_module(device)
@@ -72,12 +77,16 @@ def local_device(device: str, local_rank: int = 0) -> torch.device:
 
 def seed_everything(seed: int) -> None:
     """Seed Python's and torch's generators, on every device of this process."""
+    import torch
+
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def rng_state(device: str) -> dict[str, torch.Tensor]:
     """State of torch's generators: `cpu`, and the accelerator's own under its name."""
+    import torch
+
     state = {"cpu": torch.get_rng_state()}
     if device != "cpu":
         state[device] = device_module(device).get_rng_state()
@@ -86,6 +95,8 @@ def rng_state(device: str) -> dict[str, torch.Tensor]:
 
 def set_rng_state(device: str, state: dict[str, torch.Tensor]) -> None:
     """The inverse of `rng_state`."""
+    import torch
+
     torch.set_rng_state(state["cpu"])
     if device != "cpu":
         device_module(device).set_rng_state(state[device])
@@ -101,6 +112,8 @@ def allocated(device: str) -> tuple[int, int]:
 
 def has_cuda_context() -> bool:
     """Whether this process has begun to use CUDA."""
+    import torch
+
     cuda: Any = torch.cuda
     return bool(cuda.is_initialized())
 
@@ -109,6 +122,8 @@ def current_device_setter() -> Callable[[], None]:
     """A function that gives another thread, which starts with the first CUDA device, this thread's current one."""
     if not has_cuda_context():
         return lambda: None
+    import torch
+
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
@@ -117,9 +132,11 @@ def missing(device: str) -> str | None:
     if device == "cpu":
         return None
     if device == "cuda":
-        if torch.cuda.is_available():
-            return None
-        return "torch sees no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
+        if not _built_for_cuda():
+            return "this torch is built without CUDA"
+        import torch
+
+        return None if torch.cuda.is_available() else "torch sees no CUDA device"
     try:
         importlib.import_module("torch_npu")
     except ImportError as exc:
@@ -129,4 +146,18 @@ def missing(device: str) -> str | None:
 
 def device_module(device: str) -> Any:
     """torch's module for a device: torch.cuda, torch.npu or torch.cpu."""
+    import torch
+
     return getattr(torch, device)
+
+
+def _built_for_cuda() -> bool:
+    """Whether torch is built for CUDA, or for ROCm under that name; by its file `version.py`, without importing it."""
+    found = find_spec("torch")
+    file = Path(found.origin).with_name("version.py") if found is not None and found.origin else None
+    spec = spec_from_file_location("_version_of_torch", file) if file is not None and file.is_file() else None
+    if spec is None or spec.loader is None:
+        return True  # let torch itself say
+    version: Any = module_from_spec(spec)
+    spec.loader.exec_module(version)
+    return bool(getattr(version, "cuda", None) or getattr(version, "hip", None))

@@ -82,6 +82,15 @@ class Registry(Generic[T]):
             require_keywords(found, self._arguments, f"{self._key}={name}")
         return found
 
+    def require_present(self, name: str) -> None:
+        """As `get`, but a built-in entry is not imported: its package must be there."""
+        if name in self.functions or name not in self.builtin:
+            self.get(name)
+            return
+        builtin = self.builtin[name]
+        if builtin.package is not None and importlib.util.find_spec(builtin.package) is None:
+            raise self._missing(f"{self._key}={name} needs the package {builtin.package!r}: {builtin.remedy}")
+
     def new(self, name: str, *arguments: Any, **options: Any) -> Any:
         return self.get(name)(*arguments, **options)
 

@@ -44,6 +44,7 @@ def run_hydra(
     config_name: str = DEFAULT_NAME,
     adapt: Callable[[PPOConfig], PPOConfig] | None = None,
     check: Callable[..., Checked] | None = None,
+    known: Callable[[PPOConfig], Checked | None] | None = None,
 ) -> None:
     """Read the command line (default: sys.argv), check all of it, and call `main` with the configuration.
 
@@ -53,11 +54,10 @@ def run_hydra(
 
     `adapt` changes a configuration for a mode; its result is checked. Supports --help [SECTION ...], --version and
     --check, for which `check` (called with the configuration and `pictures`, see `Resolved`) checks its model and data
-    and starts nothing; --supervised, which starts the command again when it dies; and as Hydra does --cfg job,
-    --package, --resolve, --config-name, --config-path and
-    --config-dir; `config_path` and `config_name` are their defaults, and the user's files can build on those of
-    `config_path`. With --config-path alone, the output directory of a run is run again. Leaves no output directory
-    behind.
+    and starts nothing, unless `known` has the findings; --supervised, which starts the command again when it dies; and
+    as Hydra does --cfg job, --package, --resolve, --config-name, --config-path and --config-dir; `config_path` and
+    `config_name` are their defaults, and the user's files can build on those of `config_path`. With --config-path
+    alone, the output directory of a run is run again. Leaves no output directory behind.
     """
     parser = _parser()
     parser.set_defaults(config_path=config_path)
@@ -80,7 +80,7 @@ def run_hydra(
             return
         require_loadable()
         if arguments.check:
-            _check(arguments.overrides, where, adapt, check)
+            _check(arguments.overrides, where, adapt, check, known)
             return
         resolved = resolve_config(arguments.overrides, **where)
         config = usable(resolved, adapt)
@@ -146,14 +146,19 @@ def _check(
     where: Mapping[str, Any],
     adapt: Callable[[PPOConfig], PPOConfig] | None,
     check: Callable[..., Checked] | None,
+    known: Callable[[PPOConfig], Checked | None] | None,
 ) -> None:
     """Print what a run would be, or everything that is wrong with it, by kinds."""
     with any_device():
         resolved = resolve_config(overrides, **where)
-        config, problems = _adapted(on_its_device(resolved.config), adapt)
+        config = on_its_device(resolved.config)
         lacking: list[str] = []
-        problems = [*resolved.problems, *problems, *problems_of(config, lacking)]
-        checked = check(config, pictures=resolved.pictures) if check is not None else Checked()
+        problems = resolved.problems
+        checked = None if known is None or problems or resolved.pictures else known(config)
+        if checked is None:
+            config, unfit = _adapted(config, adapt)
+            problems = [*problems, *unfit, *problems_of(config, lacking)]
+            checked = check(config, pictures=resolved.pictures) if check is not None else Checked()
     problems = list(dict.fromkeys([*problems, *checked.problems]))
     if problems:
         sys.stderr.write(grouped(problems))

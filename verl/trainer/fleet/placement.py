@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from verl.trainer.fleet.counts import num_replicas
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 from verl.workers.config.trainer import TrainerConfig
@@ -103,18 +104,6 @@ def refuse_missing_files(keys: Mapping[str, str], missing: Mapping[str, Sequence
     problems = [f"{keys[path]} is not there on {host}" for host, paths in missing.items() for path in paths]
     if problems:
         raise ConfigError("a trainer on several machines needs a file system that they share: " + "; ".join(problems))
-
-
-def num_replicas(config: PPOConfig, device: str) -> int:
-    """`rollout.num_replicas`, or as many as the ranks allow; on cpu one per rollout node."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.num_replicas is not None:
-        return rollout.num_replicas
-    if config.trainer.placement == "colocated":
-        per_node = 1 if device == "cpu" else config.trainer.n_gpus_per_node // rollout.replica_ranks
-        return config.trainer.nnodes * per_node
-    per_node = 1 if device == "cpu" else rollout.n_gpus_per_node // rollout.replica_ranks
-    return rollout.nnodes * per_node
 
 
 def place_rollouts(

@@ -12,7 +12,8 @@ import ray
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
-from verl.trainer.fleet.placement import num_replicas, place_another
+from verl.trainer.fleet.counts import num_replicas
+from verl.trainer.fleet.placement import place_another
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry

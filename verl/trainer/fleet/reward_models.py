@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.protocol import DataProto
+from verl.trainer.fleet.counts import num_reward_engines
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config, resolve_model_path
 from verl.utils.model_files import require_whole_files
@@ -82,17 +83,6 @@ def addresses_file(config: PPOConfig) -> Path:
     return Path(config.trainer.output_dir).absolute() / "reward_model.json"
 
 
-def num_engines(config: PPOConfig, device: str) -> int:
-    """The number of engines that the devices allow; on cpu one per machine."""
-    settings, trainer = config.reward_model, config.trainer
-    own = settings.enable_resource_pool
-    nodes = settings.nnodes if own else trainer.nnodes
-    if device == "cpu":
-        return nodes
-    per_node = settings.n_gpus_per_node if own else trainer.n_gpus_per_node
-    return nodes * (per_node // settings.rollout.tensor_model_parallel_size)
-
-
 class RewardModels:
     """The engines, started by `start` and ended by `close`. Lives on the driver."""
 
@@ -110,7 +100,7 @@ class RewardModels:
 
         Engines on the trainer's devices sleep afterwards. Raises RolloutError.
         """
-        count = num_engines(self._config, self._device)
+        count = num_reward_engines(self._config, self._device)
         self._require_devices(count)
         logger.info("starting %d engine%s of the reward model (takes about 30 s)", count, "s" * (count > 1))
         remote: Any = ray.remote(RewardModelServer)

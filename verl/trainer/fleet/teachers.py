@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.fleet.counts import num_teacher_engines
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config, resolve_model_path
 from verl.utils.model_files import require_whole_files
@@ -53,15 +54,6 @@ def teachers_of(config: PPOConfig, device: str) -> list[Teacher]:
     return [_teacher(config, name, teacher, device) for name, teacher in sorted(config.distillation.teachers.items())]
 
 
-def num_engines(config: PPOConfig, teacher: TeacherConfig, device: str) -> int:
-    """The number of one teacher's engines. On cpu, without devices to count, one per machine by default."""
-    if teacher.num_replicas:
-        return teacher.num_replicas * teacher.inference.data_parallel_size
-    if device == "cpu":
-        return max(config.distillation.nnodes, 1)
-    return config.distillation.num_devices // teacher.inference.tensor_model_parallel_size
-
-
 def longest(config: PPOConfig) -> int:
     """The length of the longest scored sequence in tokens, plus the one that vLLM adds."""
     return config.data.max_prompt_length + config.data.max_response_length + 1
@@ -79,7 +71,9 @@ def _teacher(config: PPOConfig, name: str, teacher: TeacherConfig, device: str) 
         replica = VLLMReplica(replica_rank=0, config=_engine_config(config, teacher), model=model, device=device)
     except ConfigError as exc:
         raise ConfigError(str(exc).replace("rollout.engine_kwargs", f"{key}.inference.engine_kwargs")) from exc
-    return Teacher(name=name, config=teacher, path=path, count=num_engines(config, teacher, device), replica=replica)
+    return Teacher(
+        name=name, config=teacher, path=path, count=num_teacher_engines(config, teacher, device), replica=replica
+    )
 
 
 def _require_positions(config: PPOConfig, key: str, teacher: TeacherConfig, model: HFModelConfig) -> None:

@@ -14,6 +14,7 @@ from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.even_batches import padded
 from verl.trainer.ppo.kl_control import KLController
+from verl.trainer.ppo.needs import needs_reference
 from verl.trainer.ppo.policy_filtration import filtered
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.step import Metrics, Step
@@ -156,14 +157,6 @@ class Experience:
         now.metrics |= log_seqlen_unbalance(lengths, parts, "global_seqlen")
         batch.reorder(torch.tensor([index for part in parts for index in part]))
         return batch
-
-
-def needs_reference(config: PPOConfig) -> bool:
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-
-
-def needs_critic(config: PPOConfig) -> bool:
-    return core_algos.needs_values(config.algorithm.adv_estimator)
 
 
 def reward_components(reward: RewardOutput, keys: Sequence[str]) -> torch.Tensor:

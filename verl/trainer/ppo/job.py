@@ -18,7 +18,7 @@ from verl.trainer.fleet.session import check_arguments
 from verl.trainer.fleet.teachers import Teachers
 from verl.trainer.ppo.data import build_dataloaders, unheard_interactions
 from verl.trainer.ppo.distillation import require_routes, require_teachers
-from verl.trainer.ppo.experience import needs_critic
+from verl.trainer.ppo.needs import needs_critic
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.requirements import (
     nbytes_of_arena,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.trainer.fleet.placement import num_replicas
-from verl.trainer.fleet.reward_models import num_engines
-from verl.trainer.fleet.teachers import num_engines as num_teacher_engines
-from verl.trainer.ppo.experience import needs_critic, needs_reference
+from verl.trainer.fleet.counts import num_replicas, num_reward_engines, num_teacher_engines
+from verl.trainer.ppo.needs import needs_critic, needs_reference
 from verl.workers.config import PPOConfig, RolloutConfig
 
 
@@ -71,8 +69,8 @@ def in_force(config: PPOConfig, device: str) -> Iterator[str]:
     if config.reward_model.enable:
         served = config.reward_model
         yield (
-            f"reward model: {served.model.path} by {served.rollout.name}, {num_engines(config, device)} engines of "
-            f"{served.rollout.tensor_model_parallel_size} ranks, on "
+            f"reward model: {served.model.path} by {served.rollout.name}, {num_reward_engines(config, device)} engines "
+            f"of {served.rollout.tensor_model_parallel_size} ranks, on "
             f"{'devices of its own' if served.enable_resource_pool else 'the devices of the trainer'}"
         )
     if config.distillation.enabled:

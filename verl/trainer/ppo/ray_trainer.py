@@ -25,15 +25,17 @@ from verl.trainer.fleet.wanted_replicas import WantedReplicas
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.distillation import add_teacher_log_probs
 from verl.trainer.ppo.even_batches import without_padding
-from verl.trainer.ppo.experience import Experience, needs_critic
+from verl.trainer.ppo.experience import Experience
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.going_back import Beginning, GoingBack, Learned
 from verl.trainer.ppo.metric_utils import compute_staleness_metrics
+from verl.trainer.ppo.needs import needs_critic
 from verl.trainer.ppo.progress import Asked
 from verl.trainer.ppo.reports import Reports
 from verl.trainer.ppo.samples import SampleWriter
 from verl.trainer.ppo.sampling import Sampling
 from verl.trainer.ppo.saves import Saves
+from verl.trainer.ppo.settled import of_whole_batches
 from verl.trainer.ppo.skipped_steps import Diverged, SkippedSteps
 from verl.trainer.ppo.slow_ranks import SlowRanks
 from verl.trainer.ppo.step import Step
@@ -128,18 +130,7 @@ class RayPPOTrainer:
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
         """`config` with this loop's changes, before any process starts. Raises ConfigError for unsupported settings."""
-        prompts, generated = config.data.train_batch_size, config.data.gen_batch_size
-        if prompts == 0:
-            raise ConfigError(
-                "data.train_batch_size must be positive, not 0: only fully asynchronous runs compute it, from "
-                "async_training.require_batches"
-            )
-        if generated not in (None, prompts) and not config.algorithm.filter_groups.enable:
-            raise ConfigError(
-                f"data.gen_batch_size={generated}, but whole training batches are generated, of "
-                f"data.train_batch_size={prompts} prompts: leave it out, or set algorithm.filter_groups.enable=true"
-            )
-        return config
+        return of_whole_batches(config)
 
     # ---- a run
 

@@ -15,7 +15,7 @@ from verl.checkpoint_engine.plan.types import ITEMSIZE
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
 from verl.trainer.fleet.session import starts_locally
-from verl.trainer.ppo.experience import needs_critic, needs_reference
+from verl.trainer.ppo.needs import needs_critic, needs_reference
 from verl.utils.config import ConfigError
 from verl.utils.language_model import PARTLY_COMPUTED, SEEING_IN_VLLM, is_wrapper, sees
 from verl.utils.model import (

@@ -16,9 +16,9 @@ from verl.trainer.config.record import record_run
 from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.reward_models import AwakeForScoring
 from verl.trainer.output_lock import only_run_in
-from verl.trainer.ppo.experience import needs_reference
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.job import Job, checked_job
+from verl.trainer.ppo.needs import needs_reference
 from verl.trainer.ppo.overview import in_force, lines
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, TrainingResult
 from verl.trainer.ppo.settled import settled

@@ -5,7 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verl.utils import builtin
+from verl.utils.config import ConfigError
 from verl.workers.config import CriticConfig, PPOConfig
+
+
+def of_whole_batches(config: PPOConfig) -> PPOConfig:
+    """`config` for a loop that generates the prompts of a step together. Raises ConfigError for other batches."""
+    prompts, generated = config.data.train_batch_size, config.data.gen_batch_size
+    if prompts == 0:
+        raise ConfigError(
+            "data.train_batch_size must be positive, not 0: only fully asynchronous runs compute it, from "
+            "async_training.require_batches"
+        )
+    if generated not in (None, prompts) and not config.algorithm.filter_groups.enable:
+        raise ConfigError(
+            f"data.gen_batch_size={generated}, but whole training batches are generated, of "
+            f"data.train_batch_size={prompts} prompts: leave it out, or set algorithm.filter_groups.enable=true"
+        )
+    return config
 
 
 def settled(config: PPOConfig) -> PPOConfig:

@@ -30,6 +30,12 @@ def problems(recipe: ArithmeticRecipe, split: str) -> list[tuple[int, int]]:
     return pairs[: recipe.test_size] if split == "test" else pairs[recipe.test_size :]
 
 
+def number_of_problems(split: str) -> int:
+    recipe = ArithmeticRecipe()
+    pairs = (recipe.largest - recipe.smallest + 1) ** 2
+    return recipe.test_size if split == "test" else pairs - recipe.test_size
+
+
 def question(left: int, right: int) -> str:
     return f"{left}+{right}="
 

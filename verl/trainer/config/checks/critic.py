@@ -10,10 +10,10 @@ from verl.workers.config import PPOConfig
 
 def critic_of(config: PPOConfig) -> Iterator[str]:
     """Runs after `user_modules`, which may have registered the estimator."""
-    from verl.trainer.ppo.core_algos import needs_values
+    from verl.trainer.ppo.needs import needs_critic
 
     critic, name, ranks = config.critic, config.algorithm.adv_estimator, config.trainer.world_size
-    if not needs_values(name):
+    if not needs_critic(config):
         if critic.enable:
             yield f"critic.enable=true, but algorithm.adv_estimator={name} uses no critic; gae does"
         if config.trainer.critic_warmup:

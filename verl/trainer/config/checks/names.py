@@ -33,17 +33,15 @@ def user_modules(config: PPOConfig) -> Iterator[str]:
 
 def registered_names(config: PPOConfig) -> Iterator[str]:
     """Names must be in their registries. Runs after `user_modules`, which may register some."""
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
     from verl.workers.engine.registry import TrainEngineRegistry
-    from verl.workers.reward_manager import get_reward_manager_cls
     from verl.workers.rollout.registry import RolloutReplicaRegistry
 
     lookups: list[tuple[Callable[[str], object], str]] = [
-        (get_adv_estimator_fn, config.algorithm.adv_estimator),
-        (get_reward_manager_cls, config.reward_model.reward_manager),
-        (get_policy_loss_fn, config.actor_rollout_ref.actor.policy_loss.loss_mode),
+        (_require_estimator, config.algorithm.adv_estimator),
+        (_require_reward_manager, config.reward_model.reward_manager),
+        (_require_loss, config.actor_rollout_ref.actor.policy_loss.loss_mode),
         (TrainEngineRegistry.require, config.actor_rollout_ref.actor.strategy),
-        (RolloutReplicaRegistry.get, config.actor_rollout_ref.rollout.name),
+        (RolloutReplicaRegistry.require_present, config.actor_rollout_ref.rollout.name),
     ]
     for look_up, name in lookups:
         try:
@@ -54,3 +52,27 @@ def registered_names(config: PPOConfig) -> Iterator[str]:
     for name in config.actor_rollout_ref.rollout.engine_kwargs:
         if name not in engines:
             yield f"unknown engine actor_rollout_ref.rollout.engine_kwargs.{name}.{did_you_mean(name, engines)}"
+
+
+def _require_estimator(name: str) -> None:
+    """The default is there without torch, with which the others are registered; so it is with the next two."""
+    from verl.trainer.ppo.needs import GRPO
+
+    if name != GRPO:
+        from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+        get_adv_estimator_fn(name)
+
+
+def _require_reward_manager(name: str) -> None:
+    if name != "naive":
+        from verl.workers.reward_manager import get_reward_manager_cls
+
+        get_reward_manager_cls(name)
+
+
+def _require_loss(name: str) -> None:
+    if name != "vanilla":
+        from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+        get_policy_loss_fn(name)

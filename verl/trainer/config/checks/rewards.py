@@ -9,12 +9,13 @@ from verl.workers.config import PPOConfig
 
 
 def rewards(config: PPOConfig) -> Iterator[str]:
-    from verl.workers.reward_manager import overlong_penalty
+    if config.reward_model.reward_kwargs.overlong_buffer_cfg.enable:
+        from verl.workers.reward_manager import overlong_penalty
 
-    try:
-        overlong_penalty(config.reward_model, config.data.max_response_length)
-    except ConfigError as exc:
-        yield str(exc)
+        try:
+            overlong_penalty(config.reward_model, config.data.max_response_length)
+        except ConfigError as exc:
+            yield str(exc)
     yield from _reward_model(config)
 
 

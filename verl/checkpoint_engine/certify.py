@@ -347,10 +347,17 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Print the table, or an error on stderr; return the exit code. `program`: the name in the help.
 
     Ctrl-C and SIGTERM end this process and vLLM's at once, because vLLM may hang after a KeyboardInterrupt in its
-    constructor. The janitors then remove their shared memory and files.
+    constructor. The janitors then remove their shared memory and files. A running server first gets its version back.
     """
+    options = _parser(program).parse_args(arguments)
+    if options.server is not None:
+        try:
+            return _main(options)
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted\n")
+            return INTERRUPTED
     with ending_at_once(_interrupted):
-        return _main(_parser(program).parse_args(arguments))
+        return _main(options)
 
 
 def _interrupted() -> NoReturn:

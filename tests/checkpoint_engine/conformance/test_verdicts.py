@@ -214,6 +214,20 @@ def test_the_command_writes_its_reports_and_exits_with_0_1_2_or_3(bench, engine,
     assert "NCCL engine needs CUDA devices" in capsys.readouterr().err
 
 
+def test_a_run_that_breaks_off_leaves_the_server_with_its_own_version(bench, engine, served, monkeypatch, capsys):
+    def interrupted(*_):
+        assert engine._label == "1"  # B
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_compare", interrupted)
+    arguments = ["--model", str(bench.directory), "--server", served[1], "--route", "disk", "--dtype", "float32"]
+    assert main(arguments) == 130
+    assert "bringing the server's own version back" in capsys.readouterr().err
+    server = ProbedVLLM(served[1], timeout_s=60)
+    found = torch.tensor([value for prompt in bench.oracle.prompts for value in server.log_probs(prompt)])
+    assert float((found - bench.oracle.of_old).abs().max()) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

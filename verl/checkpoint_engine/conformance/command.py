@@ -82,6 +82,12 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
     try:
         for step in certify(whole, tell):
             tell(f"{step.name}: {', '.join(one.fault for one in step.findings) or 'no fault'}")
+    except BaseException:
+        if whole.may_have_b:
+            tell("broken off: bringing the server's own version back")
+            if not whole.bring_back():
+                tell(f"the server may still have the changed version: bring it {options.model}")
+        raise
     finally:
         route.close()
     report.cache = whole.cache

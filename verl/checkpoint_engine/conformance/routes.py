@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import BackendUnavailable, ConfigError
+from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..parameter_server.checkpoint_directory import checkpoint_files
 from ..parameter_server.http_server import HttpServer, Refused, request_inference_to_update
 from ..support.package import PACKAGE
@@ -156,8 +156,8 @@ class CheckpointEngineRoute:
             _through_parameter_server(directory, request, self._timeout_s)
             call("POST", "/reset_prefix_cache?reset_running_requests=true")
             call("POST", "/update_weight_version", {"new_version": str(version)})
-        except Refused as exc:
-            if "update_weights_from_ipc" in exc.message and "not" in exc.message:
+        except CheckpointEngineError as exc:
+            if "no attribute 'update_weights_from_ipc'" in exc.message:
                 raise ConfigError(
                     f"the workers at {self._http.url} have no such method: start vLLM with --worker-extension-cls "
                     f"{EXTENSION}"

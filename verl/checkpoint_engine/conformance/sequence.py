@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +59,8 @@ class Run:
     version: int = 0
     steps: list[Step] = field(default_factory=list)
     cache: str = ""
+    _last: tuple[str, Pushed] | None = None
+    """The version that was sent last, and its update."""
     _cold: LogProbs | None = None
     _long: Sequence[int] = ()
 
@@ -88,9 +91,11 @@ class Run:
             began = time.monotonic()
             with self._requests(flown if in_flight else None):
                 push = Pushed(self.route, self.directories[target], self.version)
+                self._last = to, push
                 label = push.result(self.timeout_s)
             step.seconds = time.monotonic() - began
-        except ConfigError:
+        except ConfigError:  # nothing was sent
+            self._last = None
             raise
         except TransportTimeout as exc:
             step.findings.append(Finding(fault="hung", text=str(exc)))
@@ -108,6 +113,21 @@ class Run:
         except TransportError as exc:
             step.findings.append(Finding(fault="lost request", text=f"after the update: {exc}"))
         return self._kept(step)
+
+    @property
+    def may_have_b(self) -> bool:
+        """Whether B was sent last."""
+        return self._last is not None and self._last[0] == "B"
+
+    def bring_back(self) -> bool:
+        """Send A once the last update has ended, for a run that breaks off. Returns whether the server has loaded it;
+        errors of the updates are not raised."""
+        if self._last is not None:
+            with suppress(CheckpointEngineError):
+                self._last[1].result(self.timeout_s)
+        with suppress(CheckpointEngineError):
+            return Pushed(self.route, self.directories[0], self.version + 1).result(self.timeout_s) is not None
+        return False
 
     def _kept(self, step: Step) -> Step:
         self.steps.append(step)

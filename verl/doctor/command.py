@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="keys of the job: checkpoint_engine.backend=..."
     )
-    parser.add_argument("--address", help="of a running Ray cluster, as `ray start` says it: every host is looked at")
-    parser.add_argument("--json", action="store_true", help="one JSON document in place of lines")
+    parser.add_argument("--address", help="of a running Ray cluster, as `ray start` prints it: every host is checked")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
     options = parser.parse_args(arguments)
     try:
         config = _engine_config(options.overrides)

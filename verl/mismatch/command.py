@@ -177,7 +177,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         type=Path,
         nargs="?",
         metavar="RUN_DIR",
-        help="the output directory of a run; its settings, weights and tokens are taken",
+        help="the output directory of a run; the source of settings, weights and tokens",
     )
     parser.add_argument("--step", type=int, metavar="N", help="the step of RUN_DIR whose weights and tokens are kept")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")

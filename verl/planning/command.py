@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--simulate", nargs="*", metavar="NAME=NUMBER", help=steps)
     shown = parser.add_argument_group("what is shown")
     add = shown.add_argument
-    add("--json", action="store_true", help="one JSON document in place of tables")
+    add("--json", action="store_true", help="one JSON document instead of tables")
     add("--plot", dest="picture", type=Path, metavar="FILE", help="also draw seconds and memory, as .png, .svg or .pdf")
     return parser
 

@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.add_argument("--split", default="train", help="what extra_info.split says (default train)")
     prepare.add_argument(
-        "--instruction", metavar="TEXT", help="follows every question in place of the form that the rule wants"
+        "--instruction", metavar="TEXT", help="text after every question, instead of the answer format of the rule"
     )
     prepare.add_argument("--force", action="store_true", help="replace a file that is there")
     return parser

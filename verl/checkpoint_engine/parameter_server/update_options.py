@@ -138,7 +138,7 @@ def _parser(description: str | None, program: str) -> argparse.ArgumentParser:
         metavar="N",
         help="workers of each engine: tensor- times pipeline-parallel size (default 1)",
     )
-    target.add_argument("--weight-version", metavar="V", help="what the engines shall call them (default: DIR's name)")
+    target.add_argument("--weight-version", metavar="V", help="the version that engines report (default: DIR's name)")
     target.add_argument(
         "--pause-mode",
         choices=PAUSE_MODES,
@@ -149,8 +149,8 @@ def _parser(description: str | None, program: str) -> argparse.ArgumentParser:
     how.add_argument(
         "--update-method",
         choices=METHODS,
-        help="broadcast: ranks send what they hold to all (default); p2p: the engines' ranks pull from those that hold "
-        "the weights (with --load-metas-file always); all: first the one, then the other",
+        help="broadcast: every rank sends its part to all (default); p2p: the engines' ranks pull the weights from the "
+        "ranks that have them (always with --load-metas-file); all: broadcast, then p2p",
     )
     how.add_argument(
         "--save-metas-file",
@@ -160,7 +160,7 @@ def _parser(description: str | None, program: str) -> argparse.ArgumentParser:
     )
     how.add_argument("--hold-seconds", type=float, metavar="S", help="how long to stay (default: until Ctrl-C)")
     how.add_argument(
-        "--skip-model-check", action="store_true", help="do not have engines hold names and shapes against their model"
+        "--skip-model-check", action="store_true", help="do not compare names and shapes with the engines' models"
     )
     how.add_argument(AFTER_ANOTHER, action="store_true", help=argparse.SUPPRESS)
     how.add_argument(

@@ -67,7 +67,7 @@ class CheckpointConfig(Section):
     save_contents: list[str] = option(["model", "optimizer", "extra"], f"any of {', '.join(CHECKPOINT_CONTENTS)}")
     load_contents: list[str] = option(["model", "optimizer", "extra"], f"any of {', '.join(CHECKPOINT_CONTENTS)}")
     async_save: bool = option(
-        False, "write model, optimizer and extra while training goes on, from a copy in host memory"
+        False, "write model, optimizer and extra while training continues, from a copy in host memory"
     )
 
     def __post_init__(self) -> None:

@@ -218,7 +218,7 @@ class RewardKwargsConfig(Section):
 class RewardModelConfig(Section):
     """Reward computation."""
 
-    enable: bool = option(False, "serve reward_model.model beside the run, which scores or is asked")
+    enable: bool = option(False, "serve reward_model.model beside the run; it scores, or the reward function calls it")
     enable_resource_pool: bool = option(
         False, "it has devices of its own, nnodes * n_gpus_per_node of them; false: those of the trainer"
     )

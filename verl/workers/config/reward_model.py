@@ -15,7 +15,7 @@ class ServedModelConfig(Section):
     path: str | None = option(
         None,
         "Hugging Face directory; with a head that gives a score (...ForSequenceClassification) it scores by itself, "
-        "else custom_reward_function.path asks it",
+        "else custom_reward_function.path calls it",
     )
     trust_remote_code: bool = option(False, "allow code from the model directory")
     external_lib: str | None = option(None, "not here: vLLM loads the model", choices=(None,))

@@ -40,7 +40,7 @@ class MultiTurnConfig(Section):
         "middle", "where a longer tool response loses characters", choices=("left", "middle", "right")
     )
     tool_timeout_s: float = option(
-        60.0, "deadline for one tool call, of which the model is told, and for what an interaction does", above=0
+        60.0, "deadline for a tool call, which then answers with an error, and for a call of an interaction", above=0
     )
     tool_config_path: str | None = option(None, "YAML file that lists the tools")
     interaction_config_path: str | None = option(

@@ -109,7 +109,9 @@ class TrainerConfig:
     metrics_port: int | None = option(
         None, "port of the driver from which Prometheus scrapes; 0: any that is free; null: none", least=0, most=65535
     )
-    metrics_host: str = option("127.0.0.1", "address at which that port listens; whoever reaches it may read metrics")
+    metrics_host: str = option(
+        "127.0.0.1", "address at which that port listens; every client that reaches it reads metrics"
+    )
     num_cpus_per_rank: float = option(0.4, "Ray CPUs of one trainer rank", least=0)
     max_restarts: int = option(
         3,
@@ -119,14 +121,13 @@ class TrainerConfig:
     restart_window_s: float = option(3600.0, "seconds over which max_restarts counts", above=0)
     restart_wait_s: float = option(
         300.0,
-        "how long ranks that are started again wait for their CPUs and devices, in s; also how long a run waits for a "
-        "machine when the last one with rollouts is lost",
+        "seconds that restarted ranks wait for CPUs and devices, and a run without rollout machines for a machine",
         above=0,
     )
     min_ranks: int | None = option(
         None,
-        "with how many ranks at least the trainer goes on when restart_wait_s has passed and not all have a place; "
-        "null: with all, or not at all",
+        "smallest number of ranks with which the trainer continues if some have no place after restart_wait_s; "
+        "null: all",
         least=1,
     )
     memory_checkpoint: str = option(

@@ -31,6 +31,15 @@ sys.path.insert(0, str(REPOSITORY))
 
 from tests.models.architectures import ARCHITECTURES, Architecture  # noqa: E402
 from tests.models.test_megatron_models import REFUSED  # noqa: E402
+from tests.seeing import NEED_TORCHVISION  # noqa: E402
+from verl.utils.language_model import (  # noqa: E402
+    BFLOAT16_ALONE_ON_CPU,
+    PARTLY_COMPUTED,
+    SEEING,
+    SEEING_IN_VLLM,
+    WHY_NOT_IN_VLLM,
+    WRAPPERS,
+)
 from verl.workers.engine.megatron.architectures import ARCHITECTURES as MEGATRON  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "models.md"
@@ -97,6 +106,16 @@ lacks it; these rows had it.
 
 `python -m verl.checkpoint_engine.certify --model DIR` tests another model, or a real one, in a minute.
 """
+SIGHT = """## with pictures
+
+Trained as a whole, on [prompts with pictures](data.md#pictures). Tests compare each with transformers alone, for none,
+one and several pictures of different sizes: log-probs and a step of the trainer (float32, 1e-4), and greedy tokens of
+`rollout.name=hf`. In vLLM, greedy tokens and their log-probs (1e-4) are those of transformers after each of two syncs,
+and ids, places and inputs of pictures are those that vLLM's own processor makes.
+
+| architecture | packed | fsdp2 | fsdp | hf | vLLM | what it needs |
+|---|---|---|---|---|---|---|
+"""
 
 
 def rendered() -> str:
@@ -124,7 +143,20 @@ def rendered() -> str:
                 notes = f" ({architecture.notes})" if architecture.notes else ""
                 lines.append(f"| `{architecture.name}`{notes} | {' | '.join(cells)} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n" + SIGHT + "".join(map(_seeing, SEEING))
+
+
+def _seeing(kind: str) -> str:
+    """The row of an architecture that sees."""
+    packed = "no: rows" if kind.startswith("qwen3_5") else "yes"
+    fsdp = "refused: loses layers of its tower" if kind in PARTLY_COMPUTED else "right"
+    vllm = "right" if kind in SEEING_IN_VLLM else f"refused: {WHY_NOT_IN_VLLM[kind]}"
+    if kind in BFLOAT16_ALONE_ON_CPU and kind in SEEING_IN_VLLM:
+        vllm = "right in bfloat16, without which vLLM does not compute it on CPUs"
+    needs = ["`language_model_only=false`"] if kind in WRAPPERS else []
+    needs += ["torchvision for transformers' processor"] if kind in NEED_TORCHVISION else []
+    needs += ["num2words"] if kind == "smolvlm" else []
+    return f"| `{kind}` | {packed} | right | {fsdp} | right | {vllm} | {', '.join(needs)} |\n"
 
 
 def _trained(outcomes: Mapping[str, str]) -> str:

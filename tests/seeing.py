@@ -30,7 +30,14 @@ _TEXT: Config = {
     "bos_token_id": None,
 }
 _MROPE: Config = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5]}
-_EXPERTS: Config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_PARTLY_MROPE: Config = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "mrope_section": [3, 3, 2],
+    "mrope_interleaved": True,
+    "partial_rotary_factor": 0.5,
+}
+_EXPERTS: Config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _DELTA_NET: Config = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -79,6 +86,12 @@ class Family:
     """Of `processor_config.json`."""
     mark: str = ""
     """What the chat template writes for a picture; empty: its `image_token`."""
+    words: tuple[str, ...] = ()
+    """Tokens of text that vLLM's own processor asks for."""
+    names: dict[str, str] = field(default_factory=dict)
+    """How names of tensors begin in transformers, and in published checkpoints, which vLLM reads alone."""
+    transposed: str = ""
+    """In the names of tensors of which published checkpoints have the last two dimensions in the other order."""
 
 
 _QWEN_TOKENS = {
@@ -95,8 +108,9 @@ _QWEN_IDS = {
 }
 
 
-def _qwen(text: Config, **vision: Any) -> Family:
+def _qwen(text: Config, *, transposed: str = "", **vision: Any) -> Family:
     return Family(
+        transposed=transposed,
         text=text,
         vision=_QWEN_TOWER | vision,
         tokens=_QWEN_TOKENS,
@@ -109,14 +123,17 @@ def _qwen(text: Config, **vision: Any) -> Family:
 
 _GEMMA_TOKENS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 _LLAVA: Config = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+_PUBLISHED = {"vision_tower.": "vision_tower.vision_model."}
 _CLIP: Config = _TOWER | {"model_type": "clip_vision_model", "image_size": 56, "patch_size": PATCH}
 
 FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": _qwen(
-        _TEXT | _EXPERTS | {"rope_parameters": _MROPE | {"mrope_interleaved": True}}, deepstack_visual_indexes=[0]
+        _TEXT | _EXPERTS | {"norm_topk_prob": True, "rope_parameters": _MROPE | {"mrope_interleaved": True}},
+        deepstack_visual_indexes=[0],
+        transposed=".mlp.experts.",
     ),
     "glm4v": Family(
-        text=_TEXT | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
+        text=_TEXT | {"attention_bias": True, "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
         vision=_QWEN_TOWER | {"image_size": 112, "intermediate_size": 48},
         tokens={
             "image_token": "<|image|>",
@@ -165,6 +182,7 @@ FAMILIES: dict[str, Family] = {
         pictures={"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
         more={"image_seq_length": 16},
         processor=_LLAVA,
+        names=_PUBLISHED,
     ),
     "llava_next": Family(
         text=_TEXT | {"model_type": "llama"},
@@ -179,6 +197,7 @@ FAMILIES: dict[str, Family] = {
         },
         more={"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]], "image_seq_length": 16},
         processor=_LLAVA,
+        names=_PUBLISHED,
     ),
     "smolvlm": Family(
         text=_TEXT | {"model_type": "llama"},
@@ -212,7 +231,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3": Family(
         text=_TEXT | _WINDOWS | {"query_pre_attn_scalar": 24},
-        vision=_TOWER | {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": PATCH},
+        vision=_TOWER
+        | {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": PATCH, "vision_use_head": False},
         tokens=_GEMMA_TOKENS,
         ids={"image_token_index": "image_token", "boi_token_index": "boi_token", "eoi_token_index": "eoi_token"},
         image_processor="Gemma3ImageProcessor",
@@ -220,13 +240,12 @@ FAMILIES: dict[str, Family] = {
         more={"mm_tokens_per_image": 4},
         processor={"image_seq_length": 4},
         mark="<start_of_image>",
+        words=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
+        names=_PUBLISHED,
     ),
-    "qwen3_5": _qwen(_TEXT | _DELTA_NET | {"rope_parameters": _MROPE | {"mrope_interleaved": True}}),
+    "qwen3_5": _qwen(_TEXT | _DELTA_NET | {"rope_parameters": _PARTLY_MROPE}),
     "qwen3_5_moe": _qwen(
-        _TEXT
-        | _EXPERTS
-        | _DELTA_NET
-        | {"shared_expert_intermediate_size": 64, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
+        _TEXT | _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 64, "rope_parameters": _PARTLY_MROPE}
     ),
     "gemma4": Family(
         text=_TEXT
@@ -239,6 +258,7 @@ FAMILIES: dict[str, Family] = {
             "patch_size": PATCH,
             "pooling_kernel_size": 2,
             "position_embedding_size": 64,
+            "default_output_length": 70,
         },
         tokens={
             "image_token": "<|image|>",
@@ -299,6 +319,7 @@ def make_seeing(directory: Path, name: str, *, seed: int = 0) -> Path:
     family = FAMILIES[name]
     tokenizer: Any = build_tokenizer(1024)
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.tokens.values())})
+    tokenizer.add_tokens(list(family.words))
     mark = family.mark or family.tokens["image_token"]
     parts = (
         "{%- if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -308,7 +329,7 @@ def make_seeing(directory: Path, name: str, *, seed: int = 0) -> Path:
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message['content'] }}", parts)
     vocabulary = tokenizer.get_vocab()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    of_text = {"vocab_size": VOCAB_SIZE + len(family.tokens)} | ends | family.text
+    of_text = {"vocab_size": VOCAB_SIZE + len(family.tokens) + len(family.words)} | ends | family.text
     config = transformers.AutoConfig.for_model(
         name,
         text_config=of_text,
@@ -326,9 +347,23 @@ def make_seeing(directory: Path, name: str, *, seed: int = 0) -> Path:
                     parameter.normal_(0.0, 0.1)
     vary_vectors(model, seed)
     save_model(model, tokenizer, directory)
+    _publish(directory / "model.safetensors", family)
     file = directory / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | family.tokens, indent=2) + "\n")
     described = {"image_processor_type": family.image_processor, **family.pictures}
     (directory / "preprocessor_config.json").write_text(json.dumps(described, indent=2) + "\n")
     (directory / "processor_config.json").write_text(json.dumps(family.processor, indent=2) + "\n")
     return directory
+
+
+def _publish(file: Path, family: Family) -> None:
+    """Write the tensors as published checkpoints of the family have them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        start = next((start for start in family.names if name.startswith(start)), "")
+        transposed = family.transposed and family.transposed in name
+        written = tensor.transpose(-1, -2).contiguous() if transposed else tensor
+        tensors[family.names.get(start, "") + name.removeprefix(start)] = written
+    save_file(tensors, file, metadata={"format": "pt"})

@@ -37,8 +37,29 @@ SEEING = (
 WRAPPERS, too, are where `model.language_model_only=false`. Tests compare each of them with transformers alone."""
 PARTLY_COMPUTED = ("gemma3", "llava", "llava_next")
 """Those of SEEING whose towers have layers of which nothing is used. FSDP1 loses the parameters of such layers."""
-SEEING_IN_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Those of SEEING that vLLM serves with pictures that it gets from here."""
+SEEING_IN_VLLM = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "internvl",
+    "mistral3",
+)
+"""Those of SEEING that vLLM serves with pictures that it gets from here. Tests compare each with transformers alone."""
+NOT_TRIED = "that has not been tried"
+WHY_NOT_IN_VLLM = {
+    "qwen3_5": NOT_TRIED,
+    "qwen3_5_moe": NOT_TRIED,
+    "llava": NOT_TRIED,
+    "llava_next": NOT_TRIED,
+    "gemma3": NOT_TRIED,
+    "gemma4": NOT_TRIED,
+    "smolvlm": NOT_TRIED,
+}
+"""Of the others."""
+BFLOAT16_ALONE_ON_CPU = ("qwen3_5", "qwen3_5_moe")
+"""vLLM has kernels of Gated DeltaNet in no other dtype there."""
 WHOLE = "verl_trains_the_whole"
 """An attribute of the configuration of one of WRAPPERS that is trained as a whole."""
 

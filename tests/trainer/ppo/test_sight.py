@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.pictures import in_bytes, noise, row, write
 from tests.seeing import make_seeing
@@ -59,6 +60,44 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
     assert said in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "field", "value", "said"),
+    [
+        ("glm4v", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}, "vLLM half of each: add it"),
+        ("qwen3_vl_moe", "norm_topk_prob", False, "set text_config.norm_topk_prob=true in its config.json"),
+    ],
+)
+def test_what_vllm_would_compute_differently_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, field: str, value: Any, said: str
+) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
+    model = make_seeing(tmp_path / "model", family)
+    config = load_config([f"actor_rollout_ref.model.path={model}", GRPO])
+    require_sight(config)
+    file = model / "config.json"
+    described = json.loads(file.read_text())
+    described["text_config"][field] = value
+    file.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=f"{family}, which sees,") as refusal:
+        require_sight(config)
+    assert said in str(refusal.value)
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO, HF]))
+
+
+def test_experts_that_vllm_would_transpose_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers writes them of a model that it did not read."""
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
+    model = make_seeing(tmp_path / "model", "qwen3_vl_moe")
+    config = load_config([f"actor_rollout_ref.model.path={model}", GRPO])
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="of which vLLM wants .4, 48, 64., other than its transpose"):
+        require_sight(config)
+
+
 def test_a_multimodal_checkpoint_sees_where_that_is_asked_for(tmp_path: Path) -> None:
     model = make_seeing(tmp_path / "gemma3", "gemma3")
     given = [f"actor_rollout_ref.model.path={model}", HF, GRPO]
@@ -68,7 +107,7 @@ def test_a_multimodal_checkpoint_sees_where_that_is_asked_for(tmp_path: Path) ->
         require_sight(config)
         assert sees(load_hf_config(config.actor_rollout_ref.model)) is is_seen
     for more, said in (
-        ("actor_rollout_ref.rollout.name=vllm", "has not been tried with pictures in vLLM: set"),
+        ("actor_rollout_ref.rollout.name=vllm", "is not served with pictures by vLLM: "),
         ("actor_rollout_ref.actor.strategy=fsdp", "of which a part of its tower would be lost"),
     ):
         with pytest.raises(ConfigError, match="gemma3, which sees,") as refusal:

@@ -3,8 +3,9 @@
     python -m tests.workers.rollout.seen_process ANSWERS RANKS MODEL ...
 
 The engine has RANKS tensor-parallel ranks. Versions are 1, 2, ... of the models in their order. Writes a JSON object:
-`checks` of the engine by version, `answers`, [tokens, log-probs] by version of each of PROMPTS, and `refused`, what it
-said of requests that cannot be answered.
+`checks` of the engine by version, `answers`, [tokens, log-probs] by version of each of PROMPTS, `expected`, the same by
+transformers alone, `refused`, what it said of requests that cannot be answered, and `inputs`, what differs between
+those that vLLM was given and those that its own processor makes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = 12
+IN_BFLOAT16 = ("qwen3_5", "qwen3_5_moe")
+"""What vLLM computes in nothing else on a CPU."""
 VERSIONS = (1, 2)
 
 
@@ -35,7 +38,7 @@ async def answered(models: dict[int, Path], ranks: int, trainer: Any, gone: Any)
 
     config = RolloutConfig(
         name="vllm",
-        dtype="float32",
+        dtype=dtype_of(models[1]),
         cpu_kvcache_gib=0.1,
         tensor_model_parallel_size=ranks,
         checkpoint_engine={"check_engine": "always"},
@@ -44,7 +47,7 @@ async def answered(models: dict[int, Path], ranks: int, trainer: Any, gone: Any)
         path=str(models[1]), **as_a_whole(read_hf_config(models[1], trust_remote_code=False).model_type)
     )
     engine = VLLMEngine(
-        EngineSpec(name="e", engine="", config=config, model=model, device="cpu", max_model_len=256, seed=0)
+        EngineSpec(name="e", engine="", config=config, model=model, device="cpu", max_model_len=512, seed=0)
     )
     found: dict[str, Any] = {"checks": [], "answers": [], "refused": []}
     option = SamplingOptions(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
@@ -62,6 +65,7 @@ async def answered(models: dict[int, Path], ranks: int, trainer: Any, gone: Any)
             ]
             outputs = await asyncio.gather(*calls)
             found["answers"].append([[output.token_ids, output.log_probs] for output in outputs])
+        found["inputs"] = differences(engine, models[1])
         for ids, picture in (([3, 4], keep(noise())), (prompt_ids(models[1], PROMPTS[2]), gone)):
             try:
                 await engine.generate(ids, option, "r", [picture])
@@ -69,6 +73,94 @@ async def answered(models: dict[int, Path], ranks: int, trainer: Any, gone: Any)
                 found["refused"].append(str(exc))
     finally:
         await engine.shutdown()
+    return found
+
+
+def dtype_of(directory: Path) -> str:
+    kind = json.loads((directory / "config.json").read_text())["model_type"]
+    return "bfloat16" if kind in IN_BFLOAT16 else "float32"
+
+
+def whole_processor(directory: Path) -> Any:
+    """That of transformers, which computes patches with PIL."""
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    processor: Any = AutoProcessor.from_pretrained(directory)
+    pictures: Any = AutoImageProcessor
+    processor.image_processor = pictures.from_pretrained(directory, backend="pil")
+    return processor
+
+
+def differences(engine: Any, directory: Path) -> list[str]:
+    """Between ids, places and inputs of the pictures of `prompt_with` and those of vLLM's own processor."""
+    import torch
+    from vllm.multimodal.processing.context import TimingContext
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    from tests.seeing import processor_of
+    from tests.workers.rollout.test_seeing import PROMPTS, prompt_ids, prompt_text
+    from verl.utils.pictures import keep
+    from verl.workers.rollout.vllm.pictures import prompt_with
+
+    theirs = engine._llm.renderer.get_mm_processor()
+    processor = theirs.info.get_hf_processor()
+    processor.image_processor = whole_processor(directory).image_processor
+    found = []
+    for images in filter(None, PROMPTS):
+        given = prompt_with(prompt_ids(directory, images), [keep(i) for i in images], processor_of(directory))
+        asked = ProcessorInputs(
+            processor.tokenizer.encode(prompt_text(directory, images), add_special_tokens=False),
+            theirs.info.parse_mm_data({"image": images}),
+        )
+        made = theirs.apply(asked, TimingContext(enabled=False))
+        what = f"{len(images)} pictures: "
+        if made["prompt_token_ids"] != given["prompt_token_ids"]:
+            found.append(what + "ids")
+        places = [[p.extract_embeds_range() for p in each["mm_placeholders"]["image"]] for each in (made, given)]
+        if places[0] != places[1]:
+            found.append(f"{what}places {places}")
+        for one, other in zip(made["mm_kwargs"]["image"], given["mm_kwargs"]["image"], strict=True):
+            one, other = one.get_data(), other.get_data()
+            if one.keys() != other.keys():
+                found.append(f"{what}names {sorted(one)}, not {sorted(other)}")
+            for name in one.keys() & other.keys():
+                own = other[name]
+                filled = torch.zeros_like(one[name])  # llava_next: up to the most tiles of a picture, and cut again
+                filled[tuple(map(slice, own.shape))] = own
+                if not torch.equal(one[name], filled):
+                    found.append(what + name)
+    return found
+
+
+def alone(directory: Path, answers: list[Any]) -> list[Any]:
+    """What transformers generates, and its log-probs of the tokens of `answers`, for each of PROMPTS."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from tests.workers.rollout.test_seeing import PROMPTS, prompt_text
+
+    auto: Any = AutoModelForImageTextToText
+    model = auto.from_pretrained(directory, dtype=getattr(torch, dtype_of(directory))).float().eval()
+    processor = whole_processor(directory)
+    found = []
+    for images, (tokens, _) in zip(PROMPTS, answers, strict=True):
+        given = dict(
+            processor(
+                text=[prompt_text(directory, images)],
+                images=[images] if images else None,
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        )
+        generated = model.generate(**given, max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
+        count = given["input_ids"].shape[1]
+        added = {"input_ids": torch.tensor([tokens]), "attention_mask": torch.ones(1, LENGTH, dtype=torch.long)}
+        for name in given.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
+            given[name] = torch.cat([given[name], added.get(name, torch.zeros(1, LENGTH, dtype=torch.long))], dim=1)
+        with torch.no_grad():
+            distribution = model(**given).logits[0, count - 1 : -1].log_softmax(-1)
+        own = distribution.gather(-1, added["input_ids"][0][:, None])[:, 0]
+        found.append([generated[0, count:].tolist(), own.tolist()])
     return found
 
 
@@ -86,7 +178,9 @@ def main() -> None:
     models = dict(enumerate(map(Path, sys.argv[3:]), 1))
     trainer = Trainer(models, AutoModelForImageTextToText)
     try:
-        written.write_text(json.dumps(asyncio.run(answered(models, ranks, trainer, gone))))
+        found = asyncio.run(answered(models, ranks, trainer, gone))
+        found["expected"] = [alone(models[version], found["answers"][version - 1]) for version in models]
+        written.write_text(json.dumps(found))
     finally:
         trainer.close()
 

@@ -55,16 +55,22 @@ def engine_of(directory: Path, **config: Any) -> HFEngine:
     )
 
 
-def prompt_ids(directory: Path, images: list[Image.Image]) -> list[int]:
+def prompt_text(directory: Path, images: list[Image.Image]) -> str:
+    """With one mark for each picture."""
     parts = [part for _ in images for part in ({"type": "image"}, {"type": "text", "text": "and"})]
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    written = tokenizer.apply_chat_template(
-        [{"role": "user", "content": [*parts, {"type": "text", "text": f"{len(images)}?"}]}],
-        add_generation_prompt=True,
-        tokenize=False,
+    return str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": [*parts, {"type": "text", "text": f"{len(images)}?"}]}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
     )
-    processor = processor_of(directory)
-    expanded = processor.expanded(written, [processor.text(keep(image)) for image in images])
+
+
+def prompt_ids(directory: Path, images: list[Image.Image]) -> list[int]:
+    processor, tokenizer = processor_of(directory), AutoTokenizer.from_pretrained(directory)
+    expanded = processor.expanded(prompt_text(directory, images), [processor.text(keep(image)) for image in images])
     return list(tokenizer.encode(expanded, add_special_tokens=False))
 
 

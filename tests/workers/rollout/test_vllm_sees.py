@@ -8,21 +8,20 @@ import sys
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from tests.pictures import HAS_TORCHVISION, with_torchvision
 from tests.seeing import make_seeing
-from tests.workers.rollout.seen_process import LENGTH, VERSIONS
-from tests.workers.rollout.test_seeing import PROMPTS, by_transformers, prompt_ids
+from tests.workers.rollout.seen_process import VERSIONS, dtype_of
 from verl.utils.language_model import SEEING_IN_VLLM
 
 SPLIT = "qwen3_vl"
 """Over two ranks, with heads of the tower and of the language model on each."""
+NEAR = 0.02
+"""What log-probs of vLLM in bfloat16 may be from those of transformers in float32."""
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.cells(2, by="told"),
+    pytest.mark.cells((len(SEEING_IN_VLLM) + 2) // 2, by="told"),
     pytest.mark.skipif(not HAS_TORCHVISION, reason="no torchvision: make vision"),
 ]
 
@@ -56,22 +55,20 @@ def test_every_version_computes_with_what_it_would_have_read_from_disk(told: Any
 def test_greedy_tokens_and_log_probs_are_those_of_transformers_alone(told: Any, version: int) -> None:
     """The second version sees the pictures that the first has seen: with its own tower."""
     found, models = told
-    whole: Any = AutoModelForImageTextToText.from_pretrained(models[version], dtype=torch.float32).eval()
-    processor: Any = AutoImageProcessor.from_pretrained(models[version], backend="pil")
-    for images, (tokens, log_probs) in zip(PROMPTS, found["answers"][version - 1], strict=True):
-        assert tokens == by_transformers(whole, models[version], images, LENGTH)
-        prompt = prompt_ids(models[version], images)
-        ids = torch.tensor([prompt + tokens])
-        given = dict(processor(images=images, return_tensors="pt")) if images else {}
-        if images:
-            given["mm_token_type_ids"] = (ids == whole.config.image_token_id).int()
-        with torch.no_grad():
-            logits = whole(input_ids=ids, **given).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        assert log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+    exact = dtype_of(models[version]) == "float32"
+    both = zip(found["answers"][version - 1], found["expected"][version - 1], strict=True)
+    for (tokens, log_probs), (expected, of_tokens) in both:
+        assert not exact or tokens == expected
+        assert log_probs == pytest.approx(of_tokens, abs=1e-4 if exact else NEAR)
+
+
+def test_inputs_are_those_of_vllms_own_processor(told: Any) -> None:
+    """Ids, the places of pictures among them, and what the model is given of each."""
+    assert told[0]["inputs"] == []
 
 
 def test_requests_whose_pictures_are_wrong_fail_alone(told: Any) -> None:
     few, gone = told[0]["refused"]
-    assert "request r: pictures become 6 tokens, and there are 0" in few
+    assert "request r: pictures become " in few
+    assert few.endswith("tokens, and there are 0")
     assert "where there is no file" in gone

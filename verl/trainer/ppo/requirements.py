@@ -17,11 +17,20 @@ from verl.checkpoint_engine.support import envs
 from verl.trainer.fleet.session import starts_locally
 from verl.trainer.ppo.needs import needs_critic, needs_reference
 from verl.utils.config import ConfigError
-from verl.utils.language_model import PARTLY_COMPUTED, SEEING_IN_VLLM, is_wrapper, sees
+from verl.utils.device import resolve_device
+from verl.utils.language_model import (
+    BFLOAT16_ALONE_ON_CPU,
+    PARTLY_COMPUTED,
+    SEEING_IN_VLLM,
+    WHY_NOT_IN_VLLM,
+    is_wrapper,
+    sees,
+)
 from verl.utils.model import (
     MODEL_KEY,
     expert_count,
     load_hf_config,
+    resolve_model_path,
 )
 from verl.utils.model_files import require_whole_files, weight_tensors
 from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
@@ -189,17 +198,53 @@ def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
         if is_so:
             raise ConfigError(f"{what} has not been tried with {key}: set {remedy}")
     if not stood_in_for:
-        _require_served(policy.rollout.name, model, what)
+        _require_served(config, model, what)
         _require_torchvision(config, what)
         _require_order_of_positions(policy.rollout.name, model, what)
 
 
-def _require_served(engine: str, model: PretrainedConfig, what: str) -> None:
-    if engine == "vllm" and model.model_type not in SEEING_IN_VLLM:
+def _require_served(config: PPOConfig, model: PretrainedConfig, what: str) -> None:
+    """vLLM computes what transformers does. Published checkpoints have the fields that are asked for here."""
+    rollout, kind, text = config.actor_rollout_ref.rollout, model.model_type, model.get_text_config()
+    if rollout.name != "vllm":
+        return
+    if kind not in SEEING_IN_VLLM:
         raise ConfigError(
-            f"{what} has not been tried with pictures in vLLM: set actor_rollout_ref.rollout.name=hf (vLLM: "
-            f"{', '.join(SEEING_IN_VLLM)})"
+            f"{what} is not served with pictures by vLLM: {WHY_NOT_IN_VLLM[kind]}: set "
+            f"actor_rollout_ref.rollout.name=hf (vLLM: {', '.join(SEEING_IN_VLLM)})"
         )
+    if kind == "glm4v" and "partial_rotary_factor" not in text.rope_parameters:
+        raise ConfigError(
+            f"{what} has no text_config.rope_parameters.partial_rotary_factor in its config.json, without which "
+            "transformers rotates whole heads, and vLLM half of each: add it, or set actor_rollout_ref.rollout.name=hf"
+        )
+    if kind == "qwen3_vl_moe":
+        _require_published_experts(config, text, what)
+    on_cpu = resolve_device(config.trainer.device) == "cpu"
+    if kind in BFLOAT16_ALONE_ON_CPU and rollout.dtype != "bfloat16" and on_cpu:
+        raise ConfigError(
+            f"{what} is computed in bfloat16 alone by vLLM on CPUs: set actor_rollout_ref.rollout.dtype=bfloat16, or "
+            "actor_rollout_ref.rollout.name=hf"
+        )
+
+
+def _require_published_experts(config: PPOConfig, text: PretrainedConfig, what: str) -> None:
+    """transformers transposes experts whose shapes are not its own, vLLM transposes all of them."""
+    if not getattr(text, "norm_topk_prob", False):
+        raise ConfigError(
+            f"{what} has weights of experts that transformers always normalizes, and vLLM by a key: set "
+            "text_config.norm_topk_prob=true in its config.json, or actor_rollout_ref.rollout.name=hf"
+        )
+    path = config.actor_rollout_ref.model.path
+    hidden, inner = text.hidden_size, text.moe_intermediate_size
+    published = {".experts.gate_up_proj": [hidden, 2 * inner], ".experts.down_proj": [inner, hidden]}
+    for name, (_, shape) in weight_tensors(resolve_model_path(path), f"{MODEL_KEY}.path").items():
+        expected = next((shape for end, shape in published.items() if name.endswith(end)), None)
+        if expected is not None and (list(shape[1:]) != expected or expected[0] == expected[1]):
+            raise ConfigError(
+                f"{what} has {name} {list(shape)}, of which vLLM wants {[shape[0], *expected]}, other than its "
+                "transpose: give a checkpoint as published, or set actor_rollout_ref.rollout.name=hf"
+            )
 
 
 def _require_order_of_positions(engine: str, model: PretrainedConfig, what: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MOST_CACHED_NBYTES = 2**28
 BLANK_PIXELS = 56
-OF_ONE_PROCESS = ("_cache", "_cached_nbytes", "_counts", "_made", "_lock", "_blank")
+OF_ONE_PROCESS = ("_cache", "_cached_nbytes", "_places", "_made", "_lock", "_blank")
 """Attributes that do not go to other processes."""
 
 
@@ -35,6 +35,7 @@ class PictureProcessor:
     def __init__(self, processor: Any, config: PretrainedConfig) -> None:
         """`config` is the whole model's."""
         self.of_transformers = processor
+        self.model_type = str(config.model_type)
         self.token_id = int(config.image_token_id)
         """In a prompt, once for each token that is made of a picture."""
         self.other_id = int(self.token_id == 0)
@@ -47,8 +48,8 @@ class PictureProcessor:
     def _begin_cache(self) -> None:
         self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._cached_nbytes = 0
-        self._counts: dict[str, int] = {}
-        """By `Picture.key`: the number of tokens."""
+        self._places: dict[str, tuple[bool, ...]] = {}
+        """By `Picture.key`: see `places`."""
         self._made: dict[str, str] = {}
         """By `Picture.key`: the digest of its patches."""
         self._blank: Picture | None = None
@@ -119,7 +120,7 @@ class PictureProcessor:
     def require(self, token_ids: Sequence[int], texts: Sequence[str]) -> None:
         """Raises PictureError unless a prompt has as many tokens for pictures as `texts` together."""
         found = sum(token == self.token_id for token in token_ids)
-        wanted = sum(map(self._count, texts))
+        wanted = sum(sum(self._placed(text)) for text in texts)
         if found != wanted:
             raise PictureError(f"the prompt has {found} tokens for pictures, of which {wanted} are made of one")
 
@@ -155,10 +156,14 @@ class PictureProcessor:
 
     def counts(self, pictures: Sequence[Picture]) -> list[int]:
         """The number of the model's tokens for each picture. Raises the errors of `inputs`."""
-        for picture in pictures:
-            if picture.key not in self._counts:
-                self._of(picture)
-        return [self._counts[picture.key] for picture in pictures]
+        return [sum(self.places(picture)) for picture in pictures]
+
+    def places(self, picture: Picture) -> tuple[bool, ...]:
+        """Of a picture's tokens in a prompt, from the first that is made of it to the last one: whether each is.
+        Others stand between rows or tiles. Raises the errors of `inputs`."""
+        if picture.key not in self._places:
+            self._of(picture)
+        return self._places[picture.key]
 
     def blank(self) -> Picture:
         """A small white picture, of which a model makes few tokens."""
@@ -178,7 +183,7 @@ class PictureProcessor:
         digest = _digest(made)
         with self._lock:
             self._made[picture.key] = digest
-            self._counts[picture.key] = self._count(text)
+            self._places[picture.key] = self._placed(text)
             if picture.key not in self._cache:
                 self._cache[picture.key] = made
                 self._cached_nbytes += _nbytes(made)
@@ -206,8 +211,10 @@ class PictureProcessor:
         of_text.update(self.of_transformers.tokenizer.model_input_names)
         return {name: given[name] for name in sorted(given.keys() - of_text)}, replaced["replacement"]
 
-    def _count(self, text: str) -> int:
-        return list(self.of_transformers.tokenizer.encode(text, add_special_tokens=False)).count(self.token_id)
+    def _placed(self, text: str) -> tuple[bool, ...]:
+        ids = self.of_transformers.tokenizer.encode(text, add_special_tokens=False)
+        made = [place for place, token in enumerate(ids) if token == self.token_id]
+        return tuple(token == self.token_id for token in ids[made[0] : made[-1] + 1]) if made else ()
 
 
 def load_processor(directory: str | Path, config: PretrainedConfig) -> PictureProcessor | None:

@@ -191,7 +191,7 @@ def test_the_same_version_number_may_come_twice(two_slots: NodeArena):
 
 def test_a_reader_that_asks_for_another_version_is_refused(arena: NodeArena):
     commit(arena, 4)
-    with pytest.raises(IntegrityError, match="holds version 4; version 5 was asked for"):
+    with pytest.raises(IntegrityError, match="holds version 4; version 5 was requested"):
         next(read_committed(arena.directory, 5))
 
 

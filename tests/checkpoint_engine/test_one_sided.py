@@ -541,8 +541,8 @@ def test_a_host_on_which_no_port_is_free_for_mooncake_is_named_with_the_ports():
         ({"nixl": {"num_workers": 0}}, "num_workers must be at least 1"),
         ({"nixl": {"num_threads": 0}}, "num_threads must be at least 1"),
         ({"mooncake": {"protocol": "rmda"}}, "protocol"),
-        ({"mooncake": {"rdma_devices": "mlx5_0"}}, "rdma_devices=mlx5_0 asks for protocol=rdma, not protocol=tcp"),
-        ({"kimi_ckpt_engine": {"rdma_devices": "mlx5_0"}}, "rdma_devices=mlx5_0 asks for p2p_protocol=rdma"),
+        ({"mooncake": {"rdma_devices": "mlx5_0"}}, "rdma_devices=mlx5_0 needs protocol=rdma, not protocol=tcp"),
+        ({"kimi_ckpt_engine": {"rdma_devices": "mlx5_0"}}, "rdma_devices=mlx5_0 needs p2p_protocol=rdma"),
     ],
 )
 def test_a_bad_option_is_refused_on_the_driver(options: dict[str, Any], message: str):

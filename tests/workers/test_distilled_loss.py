@@ -95,7 +95,7 @@ def test_the_teachers_tokens_are_compared_and_their_masses_told():
 
 
 def test_an_engine_that_tells_of_no_other_tokens_is_an_error():
-    with pytest.raises(ConfigError, match="loss_mode=forward_kl_topk: the training engine tells log-probs of"):
+    with pytest.raises(ConfigError, match="loss_mode=forward_kl_topk: the training engine returns log-probs of"):
         computed(DistillationLossConfig(loss_mode="forward_kl_topk"))
 
 

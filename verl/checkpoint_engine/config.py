@@ -141,7 +141,7 @@ class KimiCkptEngineOptions:
 def _require_rdma(devices: str, key: str, protocol: str) -> None:
     """Who names devices does not want TCP, which would be used without a word."""
     if devices and protocol != "rdma":
-        raise strict.ConfigError(f"rdma_devices={devices} asks for {key}=rdma, not {key}={protocol}")
+        raise strict.ConfigError(f"rdma_devices={devices} needs {key}=rdma, not {key}={protocol}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ def _converted(config: Any) -> tuple[Any, Conversion]:
     try:
         saved: dict[str, Any] = revert_weight_conversion(model, symbolic)
     except (ValueError, IndexError, KeyError, AttributeError, RuntimeError) as exc:
-        raise PlanError(f"what a checkpoint of {config.model_type} has cannot be told from its config: {exc}") from exc
+        raise PlanError(f"the tensors of {config.model_type} do not follow from its config: {exc}") from exc
     conversion = conversion_of(model, {name: tuple(tensor.shape) for name, tensor in saved.items()})
     conversion.require_whole()
     return model, conversion

@@ -76,7 +76,7 @@ class DistilledLoss:
             return reverse_kl(log_prob, batch[TEACHER_LOG_PROBS], self._distillation), {}
         if CANDIDATE_LOG_PROBS not in batch:
             raise ConfigError(
-                f"distillation.distillation_loss.loss_mode={self._distillation.loss_mode}: the training engine tells "
+                f"distillation.distillation_loss.loss_mode={self._distillation.loss_mode}: the training engine returns "
                 "log-probs of the tokens of responses alone, not of others: set it to k3, or strategy=fsdp2"
             )
         of_student, of_teacher = batch[CANDIDATE_LOG_PROBS], batch[TEACHER_CANDIDATE_LOG_PROBS]

@@ -77,7 +77,7 @@ def test_a_run_without_interactions_has_nothing_to_warn_of(overrides, warnings):
 )
 def test_samples_that_would_be_generated_without_their_partner_are_refused(overrides, warnings, agent, remedy):
     asked = overrides({}, TALKS | {"agent_name": agent})
-    with pytest.raises(ConfigError, match=rf"line 2 of .*: nobody would answer the 2 samples .*\({remedy}\)"):
+    with pytest.raises(ConfigError, match=rf"line 2 of .*: no interaction would answer the 2 samples .*\({remedy}\)"):
         warnings(asked)
 
 
@@ -91,7 +91,7 @@ def test_a_file_that_no_loop_in_use_reads_is_told(overrides, warnings, sample):
 @pytest.mark.parametrize("sample", [TALKS, TALKS["extra_info"], TALKS | {"agent_name": "tool_agent"}])
 def test_samples_that_name_a_partner_without_a_file_are_told(overrides, warnings, sample):
     [told] = warnings(overrides(sample, {}, file=False))
-    assert told.startswith("nobody answers 2 samples")  # of both splits
+    assert told.startswith("no interaction answers 2 samples")  # of both splits
 
 
 def test_what_a_loop_of_ones_own_does_with_them_is_its_own_affair(overrides, warnings):
@@ -101,7 +101,7 @@ def test_what_a_loop_of_ones_own_does_with_them_is_its_own_affair(overrides, war
 def test_check_says_it_too(overrides):
     code, out, told = check(Launch("", "hybrid", " ".join(overrides(TALKS, file=False))))
     assert code == 0, told
-    assert "warning: nobody answers 2 samples" in out
+    assert "warning: no interaction answers 2 samples" in out
     code, _, errors = check(Launch("", "hybrid", " ".join(overrides(TALKS))))
     assert code == 2
-    assert "nobody would answer the 2 samples" in errors[0]
+    assert "no interaction would answer the 2 samples" in errors[0]

@@ -530,7 +530,7 @@ LAUNCHES = (
         "experts of a rollout engine that does not tell them here",
         "hybrid",
         f"{MEGATRON} {M}.router_replay.mode=R3 {R}.enable_rollout_routing_replay=True trainer.device=cpu",
-        refused="on cpu the engine of actor_rollout_ref.rollout.name=vllm does not tell which experts it chose",
+        refused="on cpu the engine of actor_rollout_ref.rollout.name=vllm does not report which experts it chose",
     ),
     Launch(
         "experts that nobody asks the rollout engine for",

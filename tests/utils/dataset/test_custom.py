@@ -52,7 +52,7 @@ def test_a_class_of_the_users_own_is_given_the_arguments_that_it_has_names_for(b
 
 
 def test_a_constructor_that_wants_more_is_an_error_that_names_it(build):
-    with pytest.raises(ConfigError, match="'Mine': its constructor wants colour, which it is not given. Known: data_f"):
+    with pytest.raises(ConfigError, match="'Mine': its constructor requires colour, which it is not given. Known: d"):
         build(OWN + "    def __init__(self, data_files, colour): pass\n" + ITEM)
 
 
@@ -91,7 +91,7 @@ def test_a_subclass_reads_files_and_builds_messages_as_with_verl(build, tokenize
 
 @pytest.mark.parametrize("method", ["on_batch_end", "process_vision_info", "_download"])
 def test_a_method_that_verl_calls_and_nobody_calls_here_is_refused_by_name(build, method):
-    with pytest.raises(ConfigError, match=f"'Mine' has a method {method}, which nobody calls here"):
+    with pytest.raises(ConfigError, match=f"'Mine' has a method {method}, which is not called here"):
         build(HEAD + f"class Mine(RLHFDataset):\n    def {method}(self, *_, **__): pass\n")
 
 

@@ -57,7 +57,7 @@ def _require_committed(directory: Path, version: int) -> Committed:
     committed = _read_current(directory)
     if committed is None or committed.version != version:
         state = "holds nothing" if committed is None else f"holds version {committed.version}"
-        raise IntegrityError(f"{directory} {state}; version {version} was asked for", version=version, phase="activate")
+        raise IntegrityError(f"{directory} {state}; version {version} was requested", version=version, phase="activate")
     return committed
 
 

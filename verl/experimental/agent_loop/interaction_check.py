@@ -32,14 +32,15 @@ def unheard(config: PPOConfig, samples: Mapping[str | None, Partners], loops: Ma
             for agent, found in asking.items()
             if issubclass(classes[agent], (SingleTurnAgentLoop, ToolAgentLoop))
         )
-        return [f"nobody answers {count} samples that have interaction_kwargs: {KEY} names no file"] if count else []
+        warning = f"no interaction answers {count} samples that have interaction_kwargs: {KEY} names no file"
+        return [warning] if count else []
     for agent, found in asking.items():
         if issubclass(classes[agent], SingleTurnAgentLoop):
             remedy = "agent_name=tool_agent" if agent else f"{MULTI_TURN}.enable=true"
             raise ConfigError(
-                f"{found.first}: nobody would answer the {found.count} samples of agent loop {names[agent]!r} that "
-                f"have interaction_kwargs, though {KEY}={path}: tool_agent has interactions ({remedy}); or take one "
-                "of the two out"
+                f"{found.first}: no interaction would answer the {found.count} samples of agent loop {names[agent]!r} "
+                f"that have interaction_kwargs, though {KEY}={path}: tool_agent has interactions ({remedy}); or remove "
+                "one of the two"
             )
     if samples and not any(issubclass(found, ToolAgentLoop) for found in classes.values()):
         used = ", ".join(sorted(set(names.values())))

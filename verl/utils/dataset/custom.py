@@ -61,7 +61,7 @@ def build_dataset(
         raise ConfigError(f"{name} is no subclass of torch.utils.data.Dataset")
     for method, why in UNHEARD.items():
         if hasattr(cls, method):
-            raise ConfigError(f"{name} has a method {method}, which nobody calls here: {why}")
+            raise ConfigError(f"{name} has a method {method}, which is not called here: {why}")
     limit = config.train_max_samples if split == "train" else config.val_max_samples
     arguments = _taken(
         cls,
@@ -110,7 +110,7 @@ def _taken(cls: type, name: str, offered: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if wanted:
         raise ConfigError(
-            f"{name}: its constructor wants {', '.join(wanted)}, which it is not given. Known: {', '.join(offered)}"
+            f"{name}: its constructor requires {', '.join(wanted)}, which it is not given. Known: {', '.join(offered)}"
         )
     return taken
 

@@ -102,7 +102,7 @@ class PromptLoader:
         reason = self.difference(state)
         if reason and self._config.resume_other_data != "new_epoch":
             raise ConfigError(
-                f"{reason}: the samples that come next cannot be told. Go on with the same data, or set "
+                f"{reason}: the next samples are unknown. Continue with the same data, or set "
                 "data.resume_other_data=new_epoch to begin an epoch with these, or trainer.resume_mode=disable"
             )
 

@@ -42,7 +42,7 @@ class AskedFunction:
         if not self._names:
             raise ConfigError(
                 f"reward_model.enable=true, but the function of custom_reward_function does not take {ADDRESS}: it "
-                "cannot ask the reward model"
+                "cannot call the reward model"
             )
         self._tokenizer: Any = None
 

@@ -129,7 +129,7 @@ class RolloutReplica(ABC):
             where = " or ".join(self.tells_experts_on) or "no device"
             raise ConfigError(
                 f"actor_rollout_ref.rollout.enable_rollout_routing_replay=true: on {device} the engine of "
-                f"actor_rollout_ref.rollout.name={config.name} does not tell which experts it chose (on {where}); "
+                f"actor_rollout_ref.rollout.name={config.name} does not report which experts it chose (on {where}); "
                 "actor_rollout_ref.actor.megatron.router_replay.mode=R2 needs no engine that does"
             )
         if config.quantization is not None:

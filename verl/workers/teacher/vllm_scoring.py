@@ -54,9 +54,9 @@ class ScoringEngine(VLLMEngine):
         width = 1 + self._num_candidates
         if told is None or len(told.logprobs) != (len(token_ids) - 1) * width:
             what = f"{width} log-probs of each of {len(token_ids)} tokens"
-            raise RolloutError(f"{self._spec.name}: vLLM did not tell {what}")
+            raise RolloutError(f"{self._spec.name}: vLLM did not return {what}")
         ids = np.asarray(told.token_ids, dtype=np.int32).reshape(-1, width)[-count:]
         log_probs = np.asarray(told.logprobs, dtype=np.float32).reshape(-1, width)[-count:]
         if not np.array_equal(ids[:, 0], np.asarray(token_ids[-count:])):  # the token itself comes first
-            raise RolloutError(f"{self._spec.name}: vLLM told log-probs of other tokens than those it was asked about")
+            raise RolloutError(f"{self._spec.name}: vLLM returned log-probs of other tokens than the requested ones")
         return Scores(log_probs[:, 0], ids[:, 1:], log_probs[:, 1:])

@@ -33,7 +33,7 @@ def algorithm_keys(config: PPOConfig) -> Iterator[str]:
     if replay != "disabled" and actor.strategy != "megatron":
         yield (
             f"actor_rollout_ref.actor.megatron.router_replay.mode={replay} needs actor_rollout_ref.actor.strategy="
-            f"megatron, not {actor.strategy}, whose engine chooses experts anew in every pass"
+            f"megatron, not {actor.strategy}, whose engine chooses experts again in every pass"
         )
     if (replay == "R3") != rollout.enable_rollout_routing_replay:
         yield (

@@ -19,7 +19,7 @@ class RouteWatch:
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         if not routers:
             raise ConfigError(
-                f"rollout.enable_rollout_routing_replay=true: {type(model).__name__} has no routers that tell which "
+                f"rollout.enable_rollout_routing_replay=true: {type(model).__name__} has no routers that report which "
                 "experts they chose"
             )
         self._chosen: list[torch.Tensor] = []

@@ -20,7 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from verl.checkpoint_engine.engines.leftovers import Leftovers
 from verl.checkpoint_engine.engines.vllm.deaths import told_death
@@ -230,6 +230,11 @@ class VLLMEngine:
             ):
                 final = output  # FINAL_ONLY: there is one
         except EngineDeadError as exc:
+            raise ReplicaDied(f"{self._spec.name}: {self._died()} during request {request_id}") from exc
+        except EngineGenerateError as exc:
+            await asyncio.sleep(LIVENESS_S)  # of a core that ends, requests may fail before vLLM knows that it has
+            if not self._running().errored:
+                raise
             raise ReplicaDied(f"{self._spec.name}: {self._died()} during request {request_id}") from exc
         if final is None:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from vLLM")

@@ -41,8 +41,8 @@ _EXPERTS: Config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediat
 _DELTA_NET: Config = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
 }
 _WINDOWS: Config = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}

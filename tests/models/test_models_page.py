@@ -10,6 +10,7 @@ import pytest
 from scripts import models_page
 from scripts.models_page import DTYPES, PROPERTIES, STRATEGIES, WAYS, rendered
 from tests.models.architectures import ARCHITECTURES
+from verl.utils.language_model import SEEING, SEEING_IN_VLLM, WHY_NOT_IN_VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,12 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_is_up_to_date_and_has_a_row_for_every_architecture():
     page = (ROOT / "docs" / "models.md").read_text()
     assert page == rendered(), "run python scripts/models_page.py"
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    of_text, of_pictures = page.split("## with pictures")
+    assert [line.split("`")[1] for line in of_pictures.splitlines() if line.startswith("| `")] == list(SEEING)
+    rows = [line for line in of_text.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == sorted(
         ARCHITECTURES,
         key=lambda name: list(dict.fromkeys(a.kind for a in ARCHITECTURES.values())).index(ARCHITECTURES[name].kind),
     )
     assert all(cell.strip() for row in rows for cell in row.strip("|").split(" | "))
+
+
+def test_an_architecture_that_sees_is_served_by_vllm_or_refused_with_a_reason():
+    assert {*SEEING_IN_VLLM} | WHY_NOT_IN_VLLM.keys() == {*SEEING}
+    assert not {*SEEING_IN_VLLM} & WHY_NOT_IN_VLLM.keys()
 
 
 def test_the_results_of_the_trainers_cover_every_cell_and_none_is_wrong():

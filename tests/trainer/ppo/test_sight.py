@@ -98,6 +98,19 @@ def test_experts_that_vllm_would_transpose_are_refused(tmp_path: Path, monkeypat
         require_sight(config)
 
 
+def test_a_tower_whose_names_vllm_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers writes them of a model that it did not read."""
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
+    model = make_seeing(tmp_path / "model", "llava")
+    config = load_config([f"actor_rollout_ref.model.path={model}", GRPO])
+    require_sight(config)
+    file = model / "model.safetensors"
+    tensors = {name.replace(".vision_model.", "."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="which vLLM knows as vision_tower.vision_model.embeddings"):
+        require_sight(config)
+
+
 def test_a_multimodal_checkpoint_sees_where_that_is_asked_for(tmp_path: Path) -> None:
     model = make_seeing(tmp_path / "gemma3", "gemma3")
     given = [f"actor_rollout_ref.model.path={model}", HF, GRPO]
@@ -107,7 +120,10 @@ def test_a_multimodal_checkpoint_sees_where_that_is_asked_for(tmp_path: Path) ->
         require_sight(config)
         assert sees(load_hf_config(config.actor_rollout_ref.model)) is is_seen
     for more, said in (
-        ("actor_rollout_ref.rollout.name=vllm", "is not served with pictures by vLLM: "),
+        (
+            "actor_rollout_ref.rollout.name=vllm",
+            "is not served with pictures by vLLM: on CPUs it lets tokens of a picture see earlier ones",
+        ),
         ("actor_rollout_ref.actor.strategy=fsdp", "of which a part of its tower would be lost"),
     ):
         with pytest.raises(ConfigError, match="gemma3, which sees,") as refusal:

@@ -220,6 +220,8 @@ def _require_served(config: PPOConfig, model: PretrainedConfig, what: str) -> No
         )
     if kind == "qwen3_vl_moe":
         _require_published_experts(config, text, what)
+    if kind in ("llava", "llava_next", "gemma3"):
+        _require_published_tower(config, what)
     on_cpu = resolve_device(config.trainer.device) == "cpu"
     if kind in BFLOAT16_ALONE_ON_CPU and rollout.dtype != "bfloat16" and on_cpu:
         raise ConfigError(
@@ -244,6 +246,18 @@ def _require_published_experts(config: PPOConfig, text: PretrainedConfig, what: 
             raise ConfigError(
                 f"{what} has {name} {list(shape)}, of which vLLM wants {[shape[0], *expected]}, other than its "
                 "transpose: give a checkpoint as published, or set actor_rollout_ref.rollout.name=hf"
+            )
+
+
+def _require_published_tower(config: PPOConfig, what: str) -> None:
+    """transformers reads names of CLIP's and SigLIP's tensors with `vision_model` and without, vLLM with it alone."""
+    directory = resolve_model_path(config.actor_rollout_ref.model.path)
+    for name in weight_tensors(directory, f"{MODEL_KEY}.path"):
+        if "vision_tower.embeddings." in name:
+            other = name.replace("vision_tower.", "vision_tower.vision_model.")
+            raise ConfigError(
+                f"{what} has {name}, which vLLM knows as {other} alone: give a checkpoint as published, or set "
+                "actor_rollout_ref.rollout.name=hf"
             )
 
 

@@ -32,6 +32,14 @@ def load_from_file(path: str | Path, name: str, *, key: str) -> Any:
     return getattr(module, name)
 
 
+def not_a_file(path: str | Path, key: str) -> str | None:
+    """What is wrong with `path`, the value of `key`, if it is no file."""
+    file = Path(path).expanduser().absolute()
+    if file.is_dir():
+        return f"{key}={file} is a directory: name the file in it"
+    return None if file.is_file() else f"{key}={file}: no such file"
+
+
 def is_module(path: str | Path) -> bool:
     """Whether the path names an installed module, in verl's notation."""
     return str(path).startswith(MODULE)
@@ -45,8 +53,8 @@ def _imported(path: str, key: str) -> ModuleType:
 
 
 def _run_file(path: Path, key: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{key}.path={path}: no such file")
+    if missing := not_a_file(path, f"{key}.path"):
+        raise ConfigError(missing)
     module_name = f"verl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

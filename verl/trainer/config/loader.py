@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.checkpoint_engine.registry import backend_of_device
+from verl.trainer.config.as_shells import take_none, with_homes
 from verl.trainer.config.followers import FOLLOWING_ACTOR, with_followers
 from verl.trainer.config.from_verl.translation import Note, translated
 from verl.trainer.config.overrides import normalize, parse, set_keys
@@ -138,7 +139,8 @@ def build_config(values: Any, explicit: Collection[str] = ()) -> Resolved:
     problems = [key_error(key) or f"unknown configuration key {key!r}." for key in translation.unknown]
     problems += translation.problems
     notes = list(translation.notes)
-    merged = translation.values
+    merged = with_homes(translation.values)
+    take_none(merged, problems)
     try:
         merged = merge_checkpoint_engine(merged, explicit)
     except ConfigError as exc:

@@ -19,6 +19,7 @@ from verl.trainer.config.checking import Checked
 from verl.trainer.config.validate import problems_of
 from verl.trainer.ppo.overview import lines
 from verl.trainer.ppo.settled import scheduled, settled, total_steps
+from verl.trainer.ppo.surroundings import taken_ports, unwritable
 from verl.utils import builtin
 from verl.utils.builtin.arithmetic import number_of_problems
 from verl.utils.config import ConfigError
@@ -62,7 +63,7 @@ def known_good(config: PPOConfig) -> Checked | None:
     if not _has_room(config):
         return None
     try:
-        if problems_of(config):
+        if problems_of(config) or any(unwritable(config)):
             return None
         model = builtin.builtin_model(config.actor_rollout_ref.model.path)
         require_whole_files(model, "actor_rollout_ref.model.path")
@@ -76,7 +77,7 @@ def known_good(config: PPOConfig) -> Checked | None:
     steps = total_steps(config, number_of_training_samples() // config.data.train_batch_size)
     return Checked(
         plan=list(lines(scheduled(settled(config), steps), "cpu", steps, resume_from)),
-        lacking=missing_packages(config.trainer.logger),
+        lacking=[*missing_packages(config.trainer.logger), *taken_ports(config)],
     )
 
 

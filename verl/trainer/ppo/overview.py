@@ -21,6 +21,7 @@ def lines(config: PPOConfig, device: str, steps: int | None, resume_from: Path |
     )
     yield f"learning: {_learning(config)}"
     yield from in_force(config, device)
+    yield f"sampling: {_sampling(config.actor_rollout_ref.rollout)}"
     yield f"weights: checkpoint_engine.backend={config.checkpoint_engine.backend}"
     length = trainer.total_training_steps or steps
     begins = f", from {resume_from}" if resume_from else ""
@@ -141,7 +142,23 @@ def _learning(config: PPOConfig) -> str:
         warm_up = f" after a warm-up of {optim.lr_warmup_steps_ratio:g} of all steps"
     trained = f"LoRA of rank {model.lora_rank}" if model.lora_rank else "all weights"
     kept = actor.megatron.model_dtype if actor.strategy == "megatron" else actor.fsdp_config.model_dtype
-    return f"lr {optim.peak_lr:g}, {optim.lr_scheduler_type}{warm_up}; {trained}, kept in {kept}"
+    computed = actor.megatron.dtype if actor.strategy == "megatron" else actor.fsdp_config.dtype
+    return (
+        f"lr {optim.peak_lr:g}, {optim.lr_scheduler_type}{warm_up}; {trained}, kept in {kept}, computed in {computed}; "
+        f"engine in {config.actor_rollout_ref.rollout.dtype}"
+    )
+
+
+def _sampling(rollout: RolloutConfig) -> str:
+    """In training and in validation; of the model's own generation_config.json only the end tokens count."""
+    held_out = rollout.val_kwargs
+    greedy = (
+        "greedy" if not held_out.do_sample or held_out.temperature == 0 else f"temperature {held_out.temperature:g}"
+    )
+    return (
+        f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k}; validation: {greedy}, "
+        f"{held_out.n} per prompt; of the model's generation_config.json the end tokens alone"
+    )
 
 
 def _listed(files: str | list[str]) -> str:

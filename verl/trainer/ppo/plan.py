@@ -30,6 +30,7 @@ from verl.trainer.ppo.requirements import (
     shapes_of_adapters,
 )
 from verl.trainer.ppo.settled import scheduled, settled, total_steps
+from verl.trainer.ppo.surroundings import taken_ports, unwritable
 from verl.utils import builtin
 from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OF_STAND_IN = re.compile(r"\b(the|a) model\b|\bnum_hidden_layers\b|\bbuiltin:|\btraining samples\b|\bof its layers\b")
 """Matches problems that a stand-in for the model or the data causes, and not the keys of the launch."""
+
+OF_FILES = re.compile(r"\b(no such file|is a directory|is a pattern)\b")
+"""Matches problems with files that the launch names, though their remedy may name a built-in one."""
 
 
 def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer], *, pictures: bool = False) -> Checked:
@@ -68,7 +72,8 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer], *, pictures: boo
             attempt.lacks("torchvision, with which vLLM builds models that see")
     path = attempt(lambda: resolve_model_path(config.actor_rollout_ref.model.path))
     steps = _look_at_model(config, path, device, attempt) if path is not None else None
-    checked.lacking.extend(missing_packages(config.trainer.logger))
+    checked.problems.extend(unwritable(config))
+    checked.lacking.extend((*missing_packages(config.trainer.logger), *taken_ports(config)))
     resume_from = attempt(CheckpointDirectory(config.trainer).would_resume_from)
     if not checked.problems:
         checked.plan.extend(lines(scheduled(config, steps or -1), device, steps, resume_from))
@@ -97,7 +102,8 @@ class _Attempt:
             return None
         except ConfigError as exc:
             for line in str(exc).splitlines():
-                if stands_in and not isinstance(exc, builtin.UnknownBuiltin) and OF_STAND_IN.search(line):
+                of_stand_in = OF_STAND_IN.search(line) and not OF_FILES.search(line)
+                if stands_in and not isinstance(exc, builtin.UnknownBuiltin) and of_stand_in:
                     self._checked.stand_ins.append(f"stand-in: {line}")
                 else:
                     self._checked.problems.append(line)

@@ -33,7 +33,7 @@ def resolve_data_files(files: str | Sequence[str], split: str = "train") -> list
     naming every file that does not exist, and the first that is a directory.
     """
     names = [files] if isinstance(files, str) else list(files)
-    if not names:
+    if not names or "" in names:
         raise ConfigError(f"{KEYS[split]} is not set: give parquet or JSON Lines files, as data.train_files has them")
     paths = [
         builtin_data(name, BUILTIN_SPLITS[split]) if is_builtin(name) else Path(name).expanduser().absolute()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.user_code import is_module, not_a_file
 from verl.workers.config import PPOConfig
 
 
@@ -18,8 +18,8 @@ def files(config: PPOConfig) -> Iterator[str]:
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path", rollout.multi_turn.tool_config_path),
         ("actor_rollout_ref.rollout.agent.agent_loop_config_path", rollout.agent.agent_loop_config_path),
     ):
-        if path is not None and not path.startswith("pkg://") and not Path(path).expanduser().is_file():
-            yield f"{key}={path}: no such file"
+        if path is not None and not is_module(path) and (missing := not_a_file(path, key)):
+            yield missing
 
 
 def user_modules(config: PPOConfig) -> Iterator[str]:

@@ -134,6 +134,10 @@ MISTAKES = [
         ["= 2 sequences", "4 trainer ranks"],
     ),
     (["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"], ["32", "16 training samples"]),
+    (
+        [VLLM, "actor_rollout_ref.rollout.cpu_kvcache_gib=1e-6"],
+        ["cpu_kvcache_gib=1e-06 does not hold one sequence", "or more"],
+    ),
     (["data.max_response_length=600"], ["max_response_length=600", "664", "max_position_embeddings=512"]),
     (
         [

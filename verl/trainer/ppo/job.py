@@ -30,6 +30,7 @@ from verl.trainer.ppo.requirements import (
     require_of_this_host,
     require_policy_engines,
     require_positions,
+    require_room_for_a_sequence,
     require_sight,
     require_text_of_wrapper,
     require_writable,
@@ -104,6 +105,7 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     require_positions(config)
     require_engine_rotates_as_trainer(config)
     require_heads(config)
+    require_room_for_a_sequence(config, device)
     require_text_of_wrapper(config)
     require_sight(config)
     require_experts(config)

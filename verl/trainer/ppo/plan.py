@@ -25,6 +25,7 @@ from verl.trainer.ppo.requirements import (
     require_model,
     require_policy_engines,
     require_positions,
+    require_room_for_a_sequence,
     require_sight,
     require_text_of_wrapper,
     shapes_of_adapters,
@@ -119,6 +120,7 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     attempt(lambda: require_positions(config), stands_in=stands_in)
     attempt(lambda: require_engine_rotates_as_trainer(config), stands_in=stands_in)
     attempt(lambda: require_heads(config), stands_in=stands_in)
+    attempt(lambda: require_room_for_a_sequence(config, device), stands_in=stands_in)
     attempt(lambda: require_text_of_wrapper(config), stands_in=stands_in)
     attempt(lambda: require_experts(config), stands_in=stands_in)
     attempt(lambda: shapes_of_adapters(config, path), stands_in=stands_in)

@@ -43,6 +43,9 @@ from verl.workers.hf.regimes import why_engine_differs
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+KEEPING_ALL = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Models whose layers have keys and values of every token, if their `layer_types` do not say otherwise."""
+
 
 def require_model(model: HFModelConfig, directory: Path) -> None:
     """The files of the policy (and of a separate tokenizer) are complete, and its weights match its config."""
@@ -105,6 +108,29 @@ def require_engine_rotates_as_trainer(config: PPOConfig) -> None:
     model = load_hf_config(policy.model).get_text_config()
     if why := why_engine_differs(model, policy.rollout.name, longest):
         raise ConfigError(f"{MODEL_KEY}.path={policy.model.path}: {why}set rollout.name=hf (they have up to {longest})")
+
+
+def require_room_for_a_sequence(config: PPOConfig, device: str) -> None:
+    """On CPUs, the KV cache of vLLM holds the longest sequence, which vLLM asks when it has loaded the model. Known of
+    models whose layers all keep every token."""
+    policy, data = config.actor_rollout_ref, config.data
+    model = load_hf_config(policy.model).get_text_config()
+    if device != "cpu" or policy.rollout.name != "vllm" or model.model_type not in KEEPING_ALL:
+        return
+    arguments = policy.rollout.engine_kwargs.get("vllm") or {}
+    if any(name.startswith(("kv_", "num_gpu_blocks", "hf_overrides")) for name in arguments):
+        return  # the cache is another
+    if any(kind != "full_attention" for kind in getattr(model, "layer_types", None) or ()):
+        return
+    heads = math.ceil(model.num_key_value_heads / policy.rollout.tensor_model_parallel_size)
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    nbytes = 2 * model.num_hidden_layers * heads * head_dim * ITEMSIZE[policy.rollout.dtype]
+    longest = policy.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    if longest * nbytes > policy.rollout.cpu_kvcache_gib * 2**30:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.cpu_kvcache_gib={policy.rollout.cpu_kvcache_gib:g} does not hold one sequence, "
+            f"{longest} tokens of {nbytes} bytes: set it to {longest * nbytes / 2**30:.2g} or more, for several at once"
+        )
 
 
 def require_heads(config: PPOConfig) -> None:

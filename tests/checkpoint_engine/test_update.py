@@ -144,7 +144,7 @@ class TestAgainstVLLM:
             holder.send_signal(signal.SIGINT)
             assert holder.wait(300) == 0
         assert not metas.exists()
-        assert str(metas) in refusal(capfd, "--load-metas-file", metas, "--endpoint", server.url)
+        assert str(metas) in refusal(capfd, "--load-metas-file", metas, "--endpoint", server.url, code=2)
 
     def test_a_job_that_is_killed_while_it_pulls_leaves_the_server_with_a_whole_version(
         self, server: ServedVLLM, model: Path, second: Path, tmp_path: Path
@@ -270,9 +270,9 @@ def answering() -> Iterator[Callable[..., str]]:
         yield lambda answers: started.enter_context(server_that_answers(answers))
 
 
-def refusal(capfd: pytest.CaptureFixture, *arguments: object) -> str:
+def refusal(capfd: pytest.CaptureFixture, *arguments: object, code: int = 1) -> str:
     """What the command says when it refuses to begin."""
-    assert main([str(argument) for argument in arguments]) == 1
+    assert main([str(argument) for argument in arguments]) == code
     said: str = capfd.readouterr().err
     assert "Traceback" not in said
     return said
@@ -345,20 +345,20 @@ def test_a_truncated_file_is_named_with_the_bytes_expected_and_there(model: Path
     shutil.copy(model / "model.safetensors", path)
     size = path.stat().st_size
     os.truncate(path, size - 10)
-    said = refusal(capfd, "--checkpoint-path", tmp_path, "--endpoint", "http://127.0.0.1:1")
+    said = refusal(capfd, "--checkpoint-path", tmp_path, "--endpoint", "http://127.0.0.1:1", code=2)
     assert f"{path}: truncated: {size} bytes expected, {size - 10} there" in said
 
 
 def test_a_directory_without_a_whole_checkpoint_is_an_error(second: Path, tmp_path: Path, capfd):
     end = ("--endpoint", "http://127.0.0.1:1")
-    assert f"{tmp_path} has no *.safetensors files" in refusal(capfd, "--checkpoint-path", tmp_path, *end)
-    assert "is not a directory" in refusal(capfd, "--checkpoint-path", tmp_path / "no", *end)
+    assert f"{tmp_path} has no *.safetensors files" in refusal(capfd, "--checkpoint-path", tmp_path, *end, code=2)
+    assert "is not a directory" in refusal(capfd, "--checkpoint-path", tmp_path / "no", *end, code=2)
     for name in ("model-1.safetensors", "model.safetensors.index.json"):
         shutil.copy(second / name, tmp_path)
-    said = refusal(capfd, "--checkpoint-path", tmp_path, *end)
+    said = refusal(capfd, "--checkpoint-path", tmp_path, *end, code=2)
     assert "lacks 1 of the 2 files in model.safetensors.index.json: model-2.safetensors" in said
     shutil.copy(tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors")
-    said = refusal(capfd, "--checkpoint-path", tmp_path, *end)
+    said = refusal(capfd, "--checkpoint-path", tmp_path, *end, code=2)
     assert "in more than one file" in said
 
 
@@ -377,7 +377,7 @@ def test_a_directory_without_a_whole_checkpoint_is_an_error(second: Path, tmp_pa
     ],
 )
 def test_arguments_that_cannot_work_are_refused_with_what_to_change(capfd, arguments: list[str], message: str):
-    assert message in refusal(capfd, *arguments)
+    assert message in refusal(capfd, *arguments, code=2)
 
 
 def test_help_says_how_to_start_the_engines(capsys: pytest.CaptureFixture):

@@ -94,7 +94,7 @@ def as_program(module: str, arguments: list[str]) -> None:
     [
         (["update", "--help"], 0, "usage: verl-sync update [-h]"),
         (["certify", "--help"], 0, "usage: verl-sync certify [-h]"),
-        (["update", "--endpoint", "http://127.0.0.1:1"], 1, "give either --checkpoint-path"),
+        (["update", "--endpoint", "http://127.0.0.1:1"], 2, "give either --checkpoint-path"),
         (["certify", "--help"], 0, "--tensor-parallel-size"),
         (["certify", "--model", "/nowhere"], 2, "/nowhere"),
     ],

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,20 @@ PAUSED = (
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-def run(options: Options) -> None:
-    """Run one rank's part. Raises CheckpointEngineError; if a check fails, no byte has been moved."""
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the command line names, read."""
+
+    endpoints: list[Endpoint]
+    name: str
+    metas: Mapping[int, RankMetas]
+    files: list[Path]
+    states: dict[str, State]
+    tensors: Tensors
+
+
+def read(options: Options) -> Given:
+    """Raises ConfigError for what is not there or cannot be read. Asks no server."""
     endpoints = [Endpoint(url, timeout_s=options.timeout_s) for url in options.endpoints]
     name, metas = load_metas(options.load_metas_file) if options.load_metas_file else ("", {})
     files: list[Path] = []
@@ -54,9 +67,15 @@ def run(options: Options) -> None:
         states = states_of(files)
         name = options.checkpoint_path.resolve().name
     tensors = tensors_of_metas(metas) if metas else tensors_of_files(files)
+    return Given(endpoints=endpoints, name=name, metas=metas, files=files, states=states, tensors=tensors)
+
+
+def run(options: Options, given: Given) -> None:
+    """Run one rank's part. Raises CheckpointEngineError; if a check fails, no byte has been moved."""
+    endpoints, name, metas, files = given.endpoints, given.name, given.metas, given.files
     if options.rank == 0:
         for endpoint in endpoints:
-            endpoint.check(options.parallel_size, None if options.skip_model_check else tensors)
+            endpoint.check(options.parallel_size, None if options.skip_model_check else given.tensors)
 
     from .parameter_server.server import ParameterServer  # torch: only when all is well
 
@@ -67,7 +86,7 @@ def run(options: Options) -> None:
             server.register_checkpoint(name, files=split_files(files, options.world_size)[options.rank])
             server.gather_metas(name)
         for method in options.methods if endpoints else ():
-            _update(server, name, method, options, endpoints, states)
+            _update(server, name, method, options, endpoints, given.states)
             if method == "p2p" and not metas:
                 server.gather_metas(name)  # a meeting: ranks that are only read from stay until all have read
         if options.save_metas_file is not None:
@@ -161,16 +180,22 @@ def _bar(what: str, num_loaded: Callable[[], int], *, shown: bool) -> Iterator[N
         yield
 
 
+FAILURE, USAGE_ERROR = 1, 2
 PROGRAM = f"python -m {PACKAGE}.update"
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Run and return the exit code; report on stderr. `program`: the name in the help."""
+    """Run and return the exit code, 2 for what the command line says wrongly; report on stderr. `program`: the name in
+    the help."""
+    code = USAGE_ERROR
     try:
-        run(parse(arguments, __doc__, program))
+        options = parse(arguments, __doc__, program)
+        given = read(options)
+        code = FAILURE
+        run(options, given)
     except CheckpointEngineError as exc:
         say(f"error: {exc}")
-        return 1
+        return code
     except KeyboardInterrupt:
         say(f"interrupted; {PAUSED}")
         return INTERRUPTED

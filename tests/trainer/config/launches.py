@@ -676,17 +676,24 @@ LAUNCHES = (
     *(
         Launch(
             f"pictures with {key}, for a model that stands in",
+            "hybrid",
+            f"{argv} data.image_key=images {key}",
+            refused="data.image_key asks for a model that sees, which has not",
+        )
+        for argv, key in (
+            (GRPO, f"{R}.name=sglang"),
+            (f"{GRPO} {TAUGHT}", "distillation.teacher_models.teacher_model.model_path=builtin:tiny-qwen2"),
+            (MEGATRON, ""),
+        )
+    ),
+    *(
+        Launch(
+            f"pictures in {mode} mode {key}, for a model that stands in",
             mode,
             f"{argv} data.image_key=images {key}",
-            refused="data.image_key asks for a model that sees, which has " + ("been" if mode != "hybrid" else "not"),
+            said="stand-in: builtin:tiny-qwen2 reads text: that the run's own model sees (qwen2_vl",
         )
-        for mode, argv, key in (
-            ("hybrid", GRPO, f"{R}.name=sglang"),
-            ("hybrid", GRPO, "actor_rollout_ref.model.lora_rank=8"),
-            ("hybrid", f"{GRPO} {TAUGHT}", "distillation.teacher_models.teacher_model.model_path=builtin:tiny-qwen2"),
-            ("hybrid", MEGATRON, ""),
-            ("fully_async", ASYNC, ""),
-        )
+        for mode, argv, key in (("hybrid", GRPO, "actor_rollout_ref.model.lora_rank=8"), ("fully_async", ASYNC, ""))
     ),
     Launch(
         "what vLLM's own kwargs say of lengths",

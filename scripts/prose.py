@@ -3,7 +3,8 @@
     python scripts/prose.py            print what breaks the style; exit code 1 if something does
     python scripts/prose.py --words    print the words of each page: of its prose, and of the whole file
 
-All pages written by hand have at most 45,000 words, as files. A sentence has at most 30 words (code spans in a row are one), and things have the field's own words (SUBSTITUTES).
+All pages written by hand have at most 45,000 words, as files. A sentence has at most 30 words (code spans in a row are
+one), and things have the field's own words (SUBSTITUTES).
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _seeing(kind: str) -> str:
     fsdp = "refused: loses layers of its tower" if kind in PARTLY_COMPUTED else "right"
     vllm = "right" if kind in SEEING_IN_VLLM else f"refused: {WHY_NOT_IN_VLLM[kind]}"
     if kind in BFLOAT16_ALONE_ON_CPU and kind in SEEING_IN_VLLM:
-        vllm = "right in bfloat16, without which vLLM does not compute it on CPUs"
+        vllm = "right, on CPUs in bfloat16 alone (0.005)"
     needs = ["`language_model_only=false`"] if kind in WRAPPERS else []
     needs += ["torchvision for transformers' processor"] if kind in NEED_TORCHVISION else []
     needs += ["num2words"] if kind == "smolvlm" else []

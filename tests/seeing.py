@@ -86,6 +86,8 @@ class Family:
     """Of `processor_config.json`."""
     mark: str = ""
     """What the chat template writes for a picture; empty: its `image_token`."""
+    contrast: float = 1.0
+    """By which the last layer of the tower is scaled: pictures then matter more than what bfloat16 rounds."""
     words: tuple[str, ...] = ()
     """Tokens of text that vLLM's own processor asks for."""
     names: dict[str, str] = field(default_factory=dict)
@@ -108,8 +110,9 @@ _QWEN_IDS = {
 }
 
 
-def _qwen(text: Config, *, transposed: str = "", **vision: Any) -> Family:
+def _qwen(text: Config, *, transposed: str = "", contrast: float = 1.0, **vision: Any) -> Family:
     return Family(
+        contrast=contrast,
         transposed=transposed,
         text=text,
         vision=_QWEN_TOWER | vision,
@@ -243,9 +246,10 @@ FAMILIES: dict[str, Family] = {
         words=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
         names=_PUBLISHED,
     ),
-    "qwen3_5": _qwen(_TEXT | _DELTA_NET | {"rope_parameters": _PARTLY_MROPE}),
+    "qwen3_5": _qwen(_TEXT | _DELTA_NET | {"rope_parameters": _PARTLY_MROPE}, contrast=16.0),
     "qwen3_5_moe": _qwen(
-        _TEXT | _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 64, "rope_parameters": _PARTLY_MROPE}
+        _TEXT | _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 64, "rope_parameters": _PARTLY_MROPE},
+        contrast=16.0,
     ),
     "gemma4": Family(
         text=_TEXT
@@ -342,7 +346,9 @@ def make_seeing(directory: Path, name: str, *, seed: int = 0) -> Path:
         auto: Any = transformers.AutoModelForImageTextToText
         model = auto.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name_of, parameter in model.named_parameters():
+                if name_of.endswith("merger.linear_fc2.weight"):
+                    parameter.mul_(family.contrast)
                 if not parameter.any():  # gemma3's projector, through which no picture would be seen
                     parameter.normal_(0.0, 0.1)
     vary_vectors(model, seed)

@@ -111,6 +111,17 @@ def test_a_tower_whose_names_vllm_does_not_know_is_refused(tmp_path: Path, monke
         require_sight(config)
 
 
+def test_what_vllm_computes_in_bfloat16_alone_is_refused_in_another_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
+    model = make_seeing(tmp_path / "model", "qwen3_5")
+    given = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.language_model_only=false", GRPO]
+    require_sight(load_config(given))
+    with pytest.raises(ConfigError, match="in bfloat16 alone by vLLM on CPUs: set"):
+        require_sight(load_config([*given, "actor_rollout_ref.rollout.dtype=float32", "trainer.device=cpu"]))
+
+
 def test_a_multimodal_checkpoint_sees_where_that_is_asked_for(tmp_path: Path) -> None:
     model = make_seeing(tmp_path / "gemma3", "gemma3")
     given = [f"actor_rollout_ref.model.path={model}", HF, GRPO]

@@ -102,12 +102,12 @@ def differences(engine: Any, directory: Path) -> list[str]:
     from verl.utils.pictures import keep
     from verl.workers.rollout.vllm.pictures import prompt_with
 
-    theirs = engine._llm.renderer.get_mm_processor()
+    theirs: Any = engine._llm.renderer.get_mm_processor()
     processor = theirs.info.get_hf_processor()
     processor.image_processor = whole_processor(directory).image_processor
     found = []
     for images in filter(None, PROMPTS):
-        given = prompt_with(prompt_ids(directory, images), [keep(i) for i in images], processor_of(directory))
+        given: Any = prompt_with(prompt_ids(directory, images), [keep(i) for i in images], processor_of(directory))
         asked = ProcessorInputs(
             processor.tokenizer.encode(prompt_text(directory, images), add_special_tokens=False),
             theirs.info.parse_mm_data({"image": images}),
@@ -120,14 +120,14 @@ def differences(engine: Any, directory: Path) -> list[str]:
         if places[0] != places[1]:
             found.append(f"{what}places {places}")
         for one, other in zip(made["mm_kwargs"]["image"], given["mm_kwargs"]["image"], strict=True):
-            one, other = one.get_data(), other.get_data()
-            if one.keys() != other.keys():
-                found.append(f"{what}names {sorted(one)}, not {sorted(other)}")
-            for name in one.keys() & other.keys():
-                own = other[name]
-                filled = torch.zeros_like(one[name])  # llava_next: up to the most tiles of a picture, and cut again
+            wanted, own_ones = one.get_data(), other.get_data()
+            if wanted.keys() != own_ones.keys():
+                found.append(f"{what}names {sorted(wanted)}, not {sorted(own_ones)}")
+            for name in wanted.keys() & own_ones.keys():
+                own = own_ones[name]
+                filled = torch.zeros_like(wanted[name])  # llava_next: up to the most tiles of a picture, and cut again
                 filled[tuple(map(slice, own.shape))] = own
-                if not torch.equal(one[name], filled):
+                if not torch.equal(wanted[name], filled):
                     found.append(what + name)
     return found
 

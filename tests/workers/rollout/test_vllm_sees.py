@@ -16,8 +16,8 @@ from verl.utils.language_model import SEEING_IN_VLLM
 
 SPLIT = "qwen3_vl"
 """Over two ranks, with heads of the tower and of the language model on each."""
-NEAR = 0.02
-"""What log-probs of vLLM in bfloat16 may be from those of transformers in float32."""
+NEAR = 0.005
+"""What log-probs of vLLM in bfloat16 may be from those of transformers in float32, of the same weights."""
 
 pytestmark = [
     pytest.mark.vllm,

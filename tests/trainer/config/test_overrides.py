@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -89,7 +91,8 @@ def test_all_unknown_keys_are_told_at_once():
 
 @pytest.mark.parametrize("path", ["~/a.parquet", "/data/Übung.parquet", "数据/train.parquet"])
 def test_paths_need_no_quotes_for_a_tilde_or_letters_of_any_language(path):
-    assert load_config([f"data.train_files={path}", f"data.val_files={path}"]).data.train_files == path
+    config = load_config([f"data.train_files={path}", f"data.val_files={path}"])
+    assert config.data.train_files == str(Path(path).expanduser())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Imported by vLLM's processes, never by the test process.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from tests.weight_sync.replicas import served_weights_file
+from tests.weight_sync.replicas import pid_file, served_weights_file
 from verl.checkpoint_engine.parameter_server import VllmColocateWorkerExtension
 from verl.workers.rollout.vllm.engine import VLLMEngine
 
@@ -36,6 +37,7 @@ class ServedWeights(VllmColocateWorkerExtension):
         directory = Path(self.vllm_config.additional_config["served_weights"])
         rank = get_world_group().rank_in_group  # over data-parallel ranks, too
         torch.save(served_weights(self.model_runner.get_model()), served_weights_file(directory, version, rank))
+        pid_file(directory, rank).write_text(str(os.getpid()))
 
     def forget_weight_transfer_engine(self) -> None:
         """As if vLLM had started without `--weight-transfer-config`."""

@@ -14,6 +14,10 @@ def served_weights_file(directory: Path, version: int, rank: int) -> Path:
     return directory / f"version-{version}-rank-{rank}.pt"
 
 
+def pid_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.pid"
+
+
 class InspectedVLLMReplica(VLLMReplica):
     """A real vLLM replica that writes what each of its ranks computes with into `directory`, once per activation."""
 
@@ -60,3 +64,7 @@ class InspectedVLLMReplica(VLLMReplica):
         for file in files:
             file.unlink()
         return weights
+
+    def worker_pid(self, rank: int) -> int:
+        """Of the process that activated a version last."""
+        return int(pid_file(self.directory, rank).read_text())

@@ -463,7 +463,7 @@ class ArenaWeightTransferEngine(WeightTransferEngine[ArenaInitInfo, ArenaUpdateI
         torch.distributed.all_gather_object(failures, mine, group=world.cpu_group)
         told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
         differs = any(text.startswith(f"{IntegrityError.__name__}: ") for text in failures if text is not None)
-        if differs:
+        if told:
             self._check.start_over()  # of some ranks it has passed: they would not wait for each other's answers
         if told and world.rank_in_group == world.world_size - 1:
             raise (IntegrityError if differs else ActivationError)("; ".join(told)) from failure

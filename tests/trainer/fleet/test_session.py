@@ -113,6 +113,7 @@ def test_what_ends_a_start_of_ray_ends_also_what_has_lost_its_parent(monkeypatch
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # the Ray that other tests share goes on
     session = RaySession()
     with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
         session.start({})
@@ -124,15 +125,12 @@ def test_what_ends_a_start_of_ray_ends_also_what_has_lost_its_parent(monkeypatch
     session.close()
 
 
-@pytest.mark.parametrize(
-    ("errors", "arguments", "calls"),
-    [([SLOW, SLOW], {}, 2), ([SLOW], {"address": "auto"}, 1), ([ValueError("no such argument")], {}, 1)],
-)
-def test_what_would_not_help_is_not_tried(starting, errors, arguments, calls):
-    init = starting(*errors)
-    with pytest.raises(type(errors[-1]), match=str(errors[-1])[:20]):
+@pytest.mark.parametrize(("error", "arguments"), [(SLOW, {"address": "auto"}), (ValueError("no such argument"), {})])
+def test_what_would_not_help_is_not_tried(starting, error, arguments):
+    init = starting(error)
+    with pytest.raises(type(error), match=str(error)[:20]):
         RaySession().start(arguments)
-    assert init.calls == calls
+    assert init.calls == 1
 
 
 @pytest.mark.parametrize(("address", "told"), [("10.0.0.1:6379", True), ("local", False)])

@@ -26,7 +26,7 @@ FORGOTTEN = 3
 """The version that no server is told of, and the step whose rollouts should have come from it: the first is from 1."""
 
 
-@pytest.mark.cells(3)
+@pytest.mark.cells(7)  # minutes each
 def test_with_pypi_s_verl(site: Path, tmp_path: Path):
     here = copy_with_verl(tmp_path)
     name_vllm(tmp_path)
@@ -37,7 +37,7 @@ def test_with_pypi_s_verl(site: Path, tmp_path: Path):
 
 
 @pytest.mark.vllm
-@pytest.mark.cells(3)
+@pytest.mark.cells(7)  # minutes each
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("use_v1", [True, False])
 def test_its_own_main_ppo_trains_with_our_syncs_and_a_stale_version_would_be_noticed(

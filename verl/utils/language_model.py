@@ -37,27 +37,15 @@ SEEING = (
 WRAPPERS, too, are where `model.language_model_only=false`. Tests compare each of them with transformers alone."""
 PARTLY_COMPUTED = ("gemma3", "llava", "llava_next")
 """Those of SEEING whose towers have layers of which nothing is used. FSDP1 loses the parameters of such layers."""
-SEEING_IN_VLLM = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "glm4v",
-    "internvl",
-    "llava",
-    "llava_next",
-    "smolvlm",
-    "qwen3_5",
-    "mistral3",
-)
-"""Those of SEEING that vLLM serves with pictures that it gets from here. Tests compare each with transformers alone."""
 CAUSAL = "on CPUs it lets tokens of a picture see earlier ones alone, and accelerators have not been tried"
 WHY_NOT_IN_VLLM = {
     "qwen3_5_moe": "on CPUs it computes experts in bfloat16 alone, and that has not been compared",
     "gemma3": CAUSAL,
     "gemma4": CAUSAL,
 }
-"""Of the others."""
+"""Those of SEEING that are refused with pictures in vLLM, and why."""
+SEEING_IN_VLLM = tuple(kind for kind in SEEING if kind not in WHY_NOT_IN_VLLM)
+"""Those of SEEING that vLLM serves with pictures that it gets from here. Tests compare each with transformers alone."""
 BFLOAT16_ALONE_ON_CPU = ("qwen3_5", "qwen3_5_moe")
 """vLLM has kernels of Gated DeltaNet in no other dtype there."""
 WHOLE = "verl_trains_the_whole"

@@ -29,8 +29,9 @@ def test_a_directory_is_called_unwritable_if_making_it_fails_and_is_not_made(tmp
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_of_others_is_called_unwritable():
-    assert list(unwritable(load_config(["trainer.default_local_dir=/root/x"])))
+def test_a_directory_that_may_not_be_written_is_called_unwritable(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    assert list(unwritable(load_config([f"trainer.default_local_dir={tmp_path / 'closed' / 'x'}"])))
 
 
 def test_a_port_that_is_taken_is_told():

@@ -123,9 +123,9 @@ class Run:
         """Send A once the last update has ended, for a run that breaks off. Returns whether the server has loaded it;
         errors of the updates are not raised."""
         if self._last is not None:
-            with suppress(CheckpointEngineError):
+            with suppress(Exception):
                 self._last[1].result(self.timeout_s)
-        with suppress(CheckpointEngineError):
+        with suppress(Exception):
             return Pushed(self.route, self.directories[0], self.version + 1).result(self.timeout_s) is not None
         return False
 

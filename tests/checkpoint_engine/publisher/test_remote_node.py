@@ -396,14 +396,21 @@ class TestHosts:
             Hosts(["192.0.2.7:7800"], None, CheckpointEngineConfig())
 
 
+def _node(*arguments: str) -> None:
+    sys.exit(main(arguments))
+
+
 class TestCommand:
-    def test_bad_input_is_one_line(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-        assert main(["--key-file", str(tmp_path / "key"), "--port", "70000"]) == 2
-        assert capfd.readouterr().err == "error: --port must be from 0 to 65535, not 70000\n"
-        assert main(["--key-file", str(tmp_path / "no" / "key")]) == 2
-        assert "cannot be made: No such file or directory" in capfd.readouterr().err
-        assert main(["--key-file", str(tmp_path / "key"), "--host", "192.0.2.1"]) == 2
-        assert "is no address of" in capfd.readouterr().err
+    def test_bad_input_is_one_line(self, tmp_path: Path):
+        for options, said in (
+            ([tmp_path / "key", "--port", "70000"], "error: --port must be from 0 to 65535, not 70000\n"),
+            ([tmp_path / "no" / "key"], "cannot be made: No such file or directory\n"),
+            ([tmp_path / "key", "--host", "192.0.2.1"], "is no address of"),
+        ):
+            node = forked.run(_node, "--key-file", *map(str, options))
+            assert node.returncode == 2
+            assert said in node.stderr
+            assert node.stderr.count("\n") == 1
 
     @pytest.mark.job
     def test_it_serves_until_it_is_told_to_end(self, tmp_path: Path):

@@ -292,6 +292,7 @@ def test_every_family_computes_and_learns_what_it_does_in_transformers_alone(
     compare(ranks, family, way, tmp_path)
 
 
+@pytest.mark.job
 @pytest.mark.cells(3)
 @pytest.mark.skipif(not HAS_TORCHVISION, reason="no torchvision: make vision")
 @pytest.mark.parametrize("family", NEED_TORCHVISION)

@@ -249,3 +249,11 @@ def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agent
     commands = [command for command in commands if own in command]  # other tests have processes, too
     assert any("raylet" in command for command in commands)
     assert not [command for command in commands if "monitor.py" in command or "dashboard.py" in command]
+
+
+def test_workers_have_as_large_a_share_of_a_busy_machine_as_their_driver(ray_cluster):
+    @ray.remote
+    def niceness():
+        return os.nice(0)
+
+    assert ray.get(niceness.remote()) == os.nice(0)

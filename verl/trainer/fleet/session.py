@@ -39,6 +39,9 @@ LEAVES_WITHIN_S = 3.0
 GCS_MISSED = {"gcs_rpc_server_reconnect_timeout_s": 86_400}
 """By default Ray's processes and the driver end a minute after the GCS, with only a line from Ray. The driver gets this
 setting as an argument, a raylet through its environment."""
+OF_RAYLET = GCS_MISSED | {"worker_niceness": 0}
+"""By default workers have niceness 15: beside one other busy process a core leaves them a thirtieth of its time, and
+ranks and engines miss the deadlines of their start."""
 
 ATTEMPTS = 3
 """To start a Ray of this job alone."""
@@ -141,7 +144,7 @@ class RaySession:
         ours |= {**arguments, "address": address}
         if address == LOCAL:
             ours["_system_config"] = GCS_MISSED | dict(arguments.get("_system_config") or {})
-        said = {f"RAY_{key}": str(value) for key, value in GCS_MISSED.items() if address == LOCAL}
+        said = {f"RAY_{key}": str(value) for key, value in OF_RAYLET.items() if address == LOCAL}
         with sigterm_left_alone(), without_idle_processes(ours):
             strangers = set(psutil.Process().children())
             mark = secrets.token_hex(8)

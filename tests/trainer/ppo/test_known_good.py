@@ -66,6 +66,11 @@ def test_a_model_that_is_not_whole_any_more_is_left_to_the_whole_check(tmp_path,
     assert known_good(resolved()) is None
 
 
+def test_whether_a_checkpoint_is_of_its_model_is_left_to_the_whole_check(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    assert known_good(resolved(f"trainer.default_local_dir={tmp_path}")) is None
+
+
 def test_every_free_key_is_a_key():
     from verl.trainer.config.schema import keys
 

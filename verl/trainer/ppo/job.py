@@ -27,6 +27,7 @@ from verl.trainer.ppo.requirements import (
     require_experts,
     require_heads,
     require_model,
+    require_model_of_run,
     require_of_this_host,
     require_policy_engines,
     require_positions,
@@ -102,6 +103,8 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     resume_from = checkpoints.find()
     model_path = resolve_model_path(config.actor_rollout_ref.model.path)
     require_model(config.actor_rollout_ref.model, model_path)
+    if resume_from is not None:
+        require_model_of_run(config, resume_from)
     require_positions(config)
     require_engine_rotates_as_trainer(config)
     require_heads(config)

@@ -69,14 +69,15 @@ def known_good(config: PPOConfig) -> Checked | None:
         require_whole_files(model, "actor_rollout_ref.model.path")
         weight_tensors(model, "actor_rollout_ref.model.path")
         data = [builtin.builtin_data(str(config.data.train_files), split) for split in ("train", "test")]
-        resume_from = CheckpointDirectory(config.trainer).would_resume_from()
+        if CheckpointDirectory(config.trainer).would_resume_from() is not None:
+            return None  # whether it is of this model, torch can tell
     except (ConfigError, BackendUnavailable):
         return None
     if not (all((model / name).is_file() for name in MODEL_FILES) and _positions(model, config) and _whole(data)):
         return None
     steps = total_steps(config, number_of_training_samples() // config.data.train_batch_size)
     return Checked(
-        plan=list(lines(scheduled(settled(config), steps), "cpu", steps, resume_from)),
+        plan=list(lines(scheduled(settled(config), steps), "cpu", steps)),
         lacking=[*missing_packages(config.trainer.logger), *taken_ports(config)],
     )
 

@@ -23,6 +23,7 @@ from verl.trainer.ppo.requirements import (
     require_experts,
     require_heads,
     require_model,
+    require_model_of_run,
     require_policy_engines,
     require_positions,
     require_room_for_a_sequence,
@@ -76,6 +77,8 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer], *, pictures: boo
     checked.problems.extend(unwritable(config))
     checked.lacking.extend((*missing_packages(config.trainer.logger), *taken_ports(config)))
     resume_from = attempt(CheckpointDirectory(config.trainer).would_resume_from)
+    if (saved := resume_from) is not None and path is not None:
+        attempt(lambda: require_model_of_run(config, saved))
     if not checked.problems:
         checked.plan.extend(lines(scheduled(config, steps or -1), device, steps, resume_from))
     return checked

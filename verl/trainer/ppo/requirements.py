@@ -34,9 +34,11 @@ from verl.utils.model import (
 )
 from verl.utils.model_files import require_whole_files, weight_tensors
 from verl.workers.config import FSDPConfig, HFModelConfig, PPOConfig
+from verl.workers.engine.checkpoint_files import METADATA_FILE
 from verl.workers.engine.registry import check_engine
+from verl.workers.engine.training_state import shapes_in
 from verl.workers.hf.checkpoint import HFCheckpoint
-from verl.workers.hf.fit import require_fit
+from verl.workers.hf.fit import differences, require_fit
 from verl.workers.hf.precision import names_kept_wide
 from verl.workers.hf.regimes import why_engine_differs
 
@@ -55,6 +57,40 @@ def require_model(model: HFModelConfig, directory: Path) -> None:
     require_whole_files(directory, key)
     tensors = weight_tensors(directory, key)
     require_fit(load_hf_config(model), tensors, key, remote=model.trust_remote_code)
+
+
+def require_model_of_run(config: PPOConfig, resume_from: Path) -> None:
+    """The checkpoint's training states are those of the models of this run, by the shapes of tensors.
+
+    Adapters are compared by the ranks, which make them.
+    """
+    policy = config.actor_rollout_ref.model
+    models = {"actor": (policy, f"{MODEL_KEY}.path")}
+    if needs_critic(config):
+        models["critic"] = (config.critic.hf_model(policy.path), "critic.model.path")
+    remedy = "another trainer.default_local_dir, or trainer.resume_mode=disable to start again"
+    for part, (model, key) in models.items():
+        saved = resume_from / part
+        if not (saved / METADATA_FILE).is_file():
+            continue
+        shapes = shapes_in(saved)
+        adapted = any("lora_" in name for name in shapes)
+        if shapes and adapted != (model.lora_rank > 0):
+            has = "has adapters" if adapted else "has no adapters"
+            raise ConfigError(
+                f"{saved}, from which the run would go on, {has}: {key.removesuffix('.path')}.lora_rank="
+                f"{model.lora_rank} does not fit. Give the rank of that run, {remedy}"
+            )
+        if adapted:
+            continue
+        local = model.at(resolve_model_path(model.path))
+        found = differences(load_hf_config(local), shapes, key, remote=model.trust_remote_code)
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise ConfigError(
+                f"{saved}, from which the run would go on, is not of {key}={model.path}: {found[0]}{more}. Give the "
+                f"model of that run, {remedy}"
+            )
 
 
 def require_policy_engines(config: PPOConfig, model: HFModelConfig, device: str) -> None:

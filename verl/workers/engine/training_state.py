@@ -104,11 +104,7 @@ def load_training_state(
 
 def require_same_tensors_in(directory: Path, own: Mapping[str, Sequence[int]]) -> None:
     """Raises ConfigError if `model` in a checkpoint is not made of the tensors `own`, by name and shape."""
-    saved = {
-        name.removeprefix("model."): tuple(entry.size)
-        for name, entry in read_metadata(directory).state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
+    saved = shapes_in(directory)
     shapes = {name: tuple(shape) for name, shape in own.items()}
     if shapes and saved and shapes != saved:
         names = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
@@ -116,6 +112,15 @@ def require_same_tensors_in(directory: Path, own: Mapping[str, Sequence[int]]) -
             f"checkpoint {directory} holds other tensors than this model trains (another model, or other adapters: see "
             f"model.lora_rank and model.target_modules): {', '.join(names[:MAX_NAMES_IN_MESSAGE])}"
         )
+
+
+def shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of `model` in a checkpoint, by name. No collective. Raises ConfigError if it is not complete."""
+    return {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in read_metadata(directory).state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _rng_template(saved: frozenset[str], device: str) -> dict[str, torch.Tensor]:

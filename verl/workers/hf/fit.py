@@ -53,6 +53,30 @@ def require_fit(config: PretrainedConfig, tensors: Tensors, key: str, *, remote:
         )
 
 
+def differences(
+    config: PretrainedConfig, others: Mapping[str, tuple[int, ...]], key: str, *, remote: bool
+) -> list[str]:
+    """In what the model of `config` differs from one whose tensors have the shapes `others`, a clause for each tensor.
+
+    Names that only one of them has count where both have such a tensor in another layer: a trainer may have more.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in _on_meta(config, key, remote=remote).state_dict().items()}
+    shared = {_family(name) for name in own} & {_family(name) for name in others}
+    return [
+        *(
+            f"{name} is {list(others[name])} there, {list(own[name])} here"
+            for name in own
+            if _differs(name, own, others)
+        ),
+        *(f"{name} is not here" for name in others if name not in own and _family(name) in shared),
+        *(f"{name} is not there" for name in own if name not in others and _family(name) in shared),
+    ]
+
+
+def _differs(name: str, own: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> bool:
+    return name in others and own[name] != others[name]
+
+
 def _on_meta(config: PretrainedConfig, key: str, *, remote: bool) -> PreTrainedModel:
     try:
         with torch.device("meta"):

@@ -14,7 +14,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tests.models.architectures import ARCHITECTURES, write_checkpoint
 from tests.workers.engine.engine_cases import make_engine
+from verl.trainer.config.checking import on_its_device
+from verl.trainer.config.loader import load_config
+from verl.trainer.main_ppo import check_ppo
 from verl.utils.config import ConfigError
+from verl.utils.device import any_device
 from verl.utils.model import load_hf_config, resolve_model_path
 from verl.utils.model_files import weight_tensors
 from verl.utils.trainable import require_trainable
@@ -66,6 +70,14 @@ def test_a_config_of_quantised_weights_is_told_with_what_to_do(model_dir, method
         assert f"the weights are quantised ({method})" in refusal
         assert remedy in refusal
         assert len(refusal.splitlines()) == 1
+
+
+def test_the_check_of_a_run_tells_it_once(model_dir, tmp_path):
+    rewrite(model_dir, quantization_config={"quant_method": "gptq"})
+    config = [f"actor_rollout_ref.model.path={model_dir}", f"trainer.default_local_dir={tmp_path}"]
+    with any_device():
+        checked = check_ppo(on_its_device(load_config(config)))
+    assert len([problem for problem in checked.problems if "quantised" in problem]) == 1
 
 
 def test_quantised_weights_below_a_nested_config_are_told(model_dir):

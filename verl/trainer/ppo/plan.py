@@ -109,9 +109,14 @@ class _Attempt:
                 of_stand_in = OF_STAND_IN.search(line) and not OF_FILES.search(line)
                 if stands_in and not isinstance(exc, builtin.UnknownBuiltin) and of_stand_in:
                     self._checked.stand_ins.append(f"stand-in: {line}")
-                else:
+                elif not self._is_told(line):
                     self._checked.problems.append(line)
             return None
+
+    def _is_told(self, line: str) -> bool:
+        """Whether another check has refused a model for the same reason."""
+        key, _, why = line.partition(": ")
+        return "model.path" in key and any(known.endswith(f": {why}") for known in self._checked.problems)
 
 
 def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt) -> int | None:

@@ -20,7 +20,7 @@ STEPS = 2
 @pytest.mark.vllm
 def test_which_requests_an_engine_computes_together_and_when_they_come_changes_nothing(ray_cluster, tmp_path: Path):
     """The second run has other agent-loop workers, and room for another number of requests."""
-    model = make_tiny_model(tmp_path / "model", "qwen2")
+    model = make_tiny_model(tmp_path / "model", "qwen2", tie_word_embeddings=True)
     if found := layer_that_differs(AutoConfig.from_pretrained(model)):
         pytest.skip(f"on this processor {found} in bfloat16")
     runs = [tmp_path / "a", tmp_path / "b"]

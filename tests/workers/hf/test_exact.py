@@ -8,6 +8,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from verl.protocol import DataProto
+from verl.utils.config import ConfigError
 from verl.utils.model import EXACT
 from verl.workers.engine.fsdp.forward import response_log_probs
 from verl.workers.hf.exact import agree, attend, attend_exactly, cancelling, layer_that_differs, product
@@ -71,6 +72,14 @@ def test_tokens_behind_a_cache_get_the_bits_of_a_whole_sequence(chunk):
     for start in range(0, 50, chunk):
         stop = min(start + chunk, 50)
         assert torch.equal(attend(query[start:stop], key[:stop], value[:stop], 0.25), whole[start:stop])
+
+
+def test_a_layer_that_attends_to_some_of_the_tokens_is_refused():
+    config = Qwen2Config(**CONFIG.to_dict() | {"use_sliding_window": True, "sliding_window": 4, "layer_types": None})
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=EXACT)
+    with pytest.raises(ConfigError, match="not to 4 of them"):
+        model(input_ids=torch.arange(9)[None])
 
 
 def test_gradients_are_those_of_torchs_attention():

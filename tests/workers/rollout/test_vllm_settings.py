@@ -63,3 +63,12 @@ def test_models_that_have_not_been_tried_are_refused_where_bits_shall_be_the_sam
     (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
     with pytest.raises(ConfigError, match=f"rollout.exact=true has been tried with qwen2, .*, not with {kind}"):
         replica(path, exact=True)
+
+
+def test_layers_that_do_not_attend_to_all_tokens_are_refused_where_bits_shall_be_the_same(tmp_path: Path):
+    path = make_tiny_model(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}
+    (path / "config.json").write_text(json.dumps(config | sliding))
+    with pytest.raises(ConfigError, match="rollout.exact=true attends to all tokens .* has sliding_attention"):
+        replica(path, exact=True)

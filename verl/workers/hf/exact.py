@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from verl.compat.transformers import gated
+from verl.utils.config import ConfigError
 from verl.utils.model import EXACT, expert_count
 
 ROWS = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
@@ -150,7 +151,12 @@ def cancelling(shape: tuple[int, int], count: int, generator: torch.Generator) -
 def attend_exactly(
     module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, *, scaling: float, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """An attention implementation for transformers. Rows hold one sequence each, or those of `sequence_lengths`."""
+    """An attention implementation for transformers. Rows hold one sequence each, or those of `sequence_lengths`.
+
+    Raises ConfigError for a layer that does not attend to all tokens before.
+    """
+    if options.get("sliding_window"):
+        raise ConfigError(f"exact mode attends to all tokens before, not to {options['sliding_window']} of them")
     rows, _, columns, _ = query.shape
     lengths = options.get("sequence_lengths") or [columns] * rows
     states = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]

@@ -29,7 +29,7 @@ from verl.checkpoint_engine.plan.types import Box
 from verl.workers.hf.building import parameters_on_meta
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import conversion_of
-from verl.workers.hf.exact import agree, attend, no_mask
+from verl.workers.hf.exact import agree, attend, no_mask, product
 
 ARCHITECTURE = "VerlExactForCausalLM"
 PAGED = "verl_exact_paged"
@@ -61,7 +61,9 @@ class ExactForCausalLM(nn.Module):
         agree(whole)
         with HFCheckpoint(Path(vllm_config.model_config.model)) as checkpoint:
             self._conversion = conversion_of(whole, checkpoint.shapes)
-        self.model, self.lm_head = whole.model, whole.lm_head
+        self.model = whole.model
+        if whole.lm_head.weight is not whole.model.embed_tokens.weight:
+            self.lm_head = whole.lm_head  # vLLM reloads layers one by one, which would untie it
         device = torch.get_default_device()
         replace_tensors(self, lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
         for parameter in self.parameters():
@@ -95,7 +97,8 @@ class ExactForCausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(hidden_states)
+        head = getattr(self, "lm_head", None)
+        logits: torch.Tensor = head(hidden_states) if head else product(hidden_states, self.model.embed_tokens.weight)
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -113,6 +113,8 @@ class VLLMReplica(RolloutReplica):
             raise ConfigError(
                 f"{key} has been tried with {', '.join(EXACT_MODELS)}, not with {hf_config.model_type}: leave it out"
             )
+        if sliding := set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}:
+            raise ConfigError(f"{key} attends to all tokens before, and the model has {', '.join(sorted(sliding))}")
         if found := layer_that_differs(hf_config):
             raise ConfigError(f"{key}: on this processor {found}: leave it out")
 

@@ -68,10 +68,11 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers. Models read text here: an answer with pictures is an error."""
+    """What a tool answers. A model that sees gets pictures before the text; videos are an error."""
 
     text: str | None = None
     image: list[Any] | None = None
+    """Pictures: PIL images, encoded bytes, paths, or dicts of them, as data sets have them."""
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -70,12 +70,18 @@ class Turns:
         """The token that ends a message in this template; empty if none does."""
         return tuple(self._own_ends[:1])
 
-    def between(self, replies: Sequence[Mapping[str, Any]], said: Sequence[int]) -> list[int]:
+    def between(
+        self,
+        replies: Sequence[Mapping[str, Any]],
+        said: Sequence[int],
+        expand: Callable[[str], str] | None = None,
+    ) -> list[int]:
         """The token ids between the policy's message `said` and its next one, with the messages `replies` of others.
 
         Includes the end of `said`, unless the policy has written an end, even another than the template's. Special
-        tokens in the text of replies become ordinary ones. Raises ConfigError for answers of tools in a template that
-        does not show them, and the template's errors.
+        tokens in the text of replies become ordinary ones. `expand` puts what pictures become in the place of what the
+        template writes for them, parts {type: image}. Raises ConfigError for answers of tools, or pictures, in a
+        template that does not show them, and the template's errors.
         """
         shape = self._shape_for_tools() if any(reply["role"] == "tool" for reply in replies) else PLAIN
         mark = uuid4().hex  # nobody can have written it
@@ -85,8 +91,16 @@ class Turns:
             found.append(match[0])
             return f"{mark}n{len(found) - 1}n"
 
-        written = [{name: self._special_texts.sub(marked, value) for name, value in reply.items()} for reply in replies]
-        pieces = re.split(f"{mark}n([0-9]+)n", self._written(shape, written))
+        def plain(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special_texts.sub(marked, value)
+            return [{**part, "text": plain(part["text"])} if "text" in part else part for part in value]
+
+        whole = self._written(shape, [{name: plain(value) for name, value in reply.items()} for reply in replies])
+        if expand is not None:
+            self._require_parts(shape, replies)
+            whole = expand(whole)
+        pieces = re.split(f"{mark}n([0-9]+)n", whole)
         as_text = {text: self._ids(text, split_special_tokens=True) for text in set(found)}
         token_ids: list[int] = []
         for index, piece in enumerate(pieces):
@@ -96,6 +110,17 @@ class Turns:
     def require_tool_answers(self) -> None:
         """Raises ConfigError unless the template shows answers of tools."""
         self._shape_for_tools()
+
+    def _require_parts(self, shape: _Shape, replies: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ConfigError unless the template writes the text beside a picture, too."""
+        for role in sorted({reply["role"] for reply in replies if not isinstance(reply["content"], str)}):
+            mark = uuid4().hex
+            parts = [{"type": "image"}, {"type": "text", "text": mark}]
+            if mark not in self._written(shape, [{"role": role, "content": parts, "name": role}]):
+                raise ConfigError(
+                    f"the tokenizer's chat template does not show the text beside a picture in messages of role "
+                    f"{role!r}; set actor_rollout_ref.model.custom_chat_template to one that does"
+                )
 
     def _behind_end(self, token_ids: list[int], written: int) -> list[int]:
         """`token_ids` without the template's end of a message, which the policy has ended with the token `written`."""
@@ -159,7 +184,7 @@ class Turns:
     def _written(self, shape: _Shape, replies: Sequence[Mapping[str, Any]]) -> str:
         """Behind the text of the policy's message, in this shape; empty if that message is not shown."""
         if shape.joined:
-            replies = [{**replies[0], "content": "\n".join(reply["content"] for reply in replies)}]
+            replies = [{**replies[0], "content": _joined([reply["content"] for reply in replies])}]
         numbered = [
             {**reply, "tool_call_id": _call_id(number)} if reply["role"] == "tool" else reply
             for number, reply in enumerate(replies)
@@ -190,6 +215,17 @@ class Turns:
             text, add_special_tokens=False, split_special_tokens=split_special_tokens
         )
         return ids
+
+
+def _joined(contents: Sequence[Any]) -> Any:
+    """A text, or a list of parts where one of them is one, with a line for each."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n".join(contents)
+    found: list[Any] = []
+    for content in contents:
+        found += [{"type": "text", "text": "\n"}] if found else []
+        found += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return found
 
 
 _known: dict[tuple[Any, ...], Turns] = {}

@@ -13,11 +13,12 @@ class ScriptedManager:
     def __init__(self, tokenizer, *texts, end=None):
         self.end_id = tokenizer.convert_tokens_to_ids(end or tokenizer.eos_token)
         self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
-        self.budgets, self.stops, self.request_ids = [], [], set()
+        self.budgets, self.stops, self.request_ids, self.pictures = [], [], set(), []
 
-    async def generate(self, request_id, *, prompt_ids, sampling_params):
+    async def generate(self, request_id, *, prompt_ids, sampling_params, image_data=()):
         sampling = SamplingOptions.of(sampling_params)
         self.prompts.append(list(prompt_ids))
+        self.pictures.append(list(image_data))
         self.budgets.append(sampling.max_tokens)
         self.stops.append(sampling.stop_token_ids)
         self.request_ids.add(request_id)

@@ -74,7 +74,7 @@ def tool_of(tmp_path, name, schema=SCHEMA):
 
 def answer(tool, data, **arguments):
     LIFE.clear()
-    return asyncio.run(ToolThread().answer(tool, arguments, data, timeout_s=60))
+    return asyncio.run(ToolThread().answer(tool, arguments, data, timeout_s=60)).text
 
 
 def data():

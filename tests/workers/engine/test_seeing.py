@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 from transformers import MODEL_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.checkpoint_engine.fakes import Fleet
+from tests.experimental.agent_loop.scripted_server import said
+from tests.experimental.agent_loop.seeing_tools import CALL, SHOWN, tool_file
 from tests.pictures import HAS_TORCHVISION, in_bytes, noise, row, with_torchvision, write
 from tests.seeing import FAMILIES, NEED_TORCHVISION, as_a_whole, make_seeing, processor_of
 from tests.workers.engine.engine_cases import (
@@ -32,11 +34,15 @@ from tests.workers.engine.engine_cases import (
 )
 from verl.experimental.agent_loop.base import DictConfigWrap
 from verl.experimental.agent_loop.batching import to_batch
+from verl.experimental.agent_loop.manager import AgentLoopManager
 from verl.experimental.agent_loop.output import AgentLoopOutput
+from verl.experimental.agent_loop.registry import known_loops
 from verl.experimental.agent_loop.server_manager import ServerManager
 from verl.experimental.agent_loop.single_turn import SingleTurnAgentLoop
+from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
+from verl.trainer.ppo.generation import joined
 from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
 from verl.utils.dataset import PromptLoader, RLHFDataset
 from verl.utils.language_model import PARTLY_COMPUTED
@@ -422,6 +428,18 @@ class Handle:
         return asyncio.ensure_future(self._engine.generate(**call))
 
 
+def engine_spec(config: Any, model: Path, max_model_len: int) -> EngineSpec:
+    return EngineSpec(
+        name="e",
+        engine="",
+        config=replace(config.actor_rollout_ref.rollout, dtype="float32", load_format="auto"),
+        model=HFModelConfig(path=str(model)),
+        device="cpu",
+        max_model_len=max_model_len,
+        seed=0,
+    )
+
+
 def test_what_the_trainer_scores_is_what_the_engine_saw(ranks: Any, one_model: Path, tmp_path: Path) -> None:
     """From rows of a file through loader, agent loop and engine to the log-probs of two responses of each sample."""
     rows = [row(f"{number}" + "<image> and" * len(images), in_bytes(*images)) for number, images in enumerate(PICTURES)]
@@ -436,17 +454,7 @@ def test_what_the_trainer_scores_is_what_the_engine_saw(ranks: Any, one_model: P
     samples = pickle.loads(pickle.dumps(DataProto.from_dict(non_tensors=batch).repeat(2)))
 
     async def run() -> list[AgentLoopOutput]:
-        engine = HFEngine(
-            EngineSpec(
-                name="e",
-                engine="",
-                config=replace(config.actor_rollout_ref.rollout, dtype="float32", load_format="auto"),
-                model=HFModelConfig(path=str(one_model)),
-                device="cpu",
-                max_model_len=256,
-                seed=0,
-            )
-        )
+        engine = HFEngine(engine_spec(config, one_model, 256))
         await engine.start()
         servers = ServerManager([Handle(engine)], timeout_s=100.0)
         options = SamplingOptions(max_tokens=NUM_RESPONSE, temperature=1.0).as_dict()
@@ -473,3 +481,76 @@ def test_what_the_trainer_scores_is_what_the_engine_saw(ranks: Any, one_model: P
 
 def scored(path: Path, data: DataProto) -> Any:
     return make_engine(path).compute_log_prob(own_rows(data), temperature=1.0, limits=SMALL)
+
+
+class Calling(Handle):
+    """Writes the call of a tool in the place of each conversation's first message."""
+
+    def __init__(self, engine: HFEngine, tokenizer: Any) -> None:
+        super().__init__(engine)
+        self._said, self._begun = [*tokenizer.encode(CALL), tokenizer.eos_token_id], set[str]()
+
+    def remote(self, **call: Any) -> Any:
+        conversation = call["request_id"].rpartition(".")[0]
+        if conversation in self._begun:
+            return super().remote(**call)
+        self._begun.add(conversation)
+        return asyncio.sleep(0, said(self._said))
+
+
+def test_what_tools_show_is_what_engine_and_trainer_compute_with(ranks: Any, one_model: Path, tmp_path: Path) -> None:
+    """With the patches and log-probs of transformers alone, which has the whole conversation. Half of the prompts have
+    no picture."""
+    images = [[], [noise(1)], [noise(2, 112, 56), noise(3, 60, 200)], []]
+    rows = [row(f"{number}" + "<image> and" * len(each), in_bytes(*each)) for number, each in enumerate(images)]
+    overrides = (
+        f"data.train_files={write(tmp_path / 'd.parquet', rows)}",
+        *(f"data.max_prompt_length={NUM_PROMPT}", "data.max_response_length=120", "data.train_batch_size=4"),
+        *(f"actor_rollout_ref.model.path={one_model}", "actor_rollout_ref.rollout.name=hf"),
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tool_file(tmp_path, 'one')}",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+    )
+    config = load_config(list(overrides))
+    tokenizer, processor = AutoTokenizer.from_pretrained(one_model), processor_of(one_model)
+    tools = AgentLoopManager.shown_tools(config, None)
+    data = RLHFDataset(config.data.train_files, tokenizer, config.data, processor, shown_tools=lambda agent: tools)
+    (batch,) = PromptLoader(data, config.data, batch_size=4, shuffle=False)
+    samples = DataProto.from_dict(non_tensors=batch, meta_info={"validate": False})
+
+    async def run() -> DataProto:
+        engine = HFEngine(engine_spec(config, one_model, 480))
+        await engine.start()
+        worker = AgentLoopWorker(
+            config=config,
+            servers=[Calling(engine, tokenizer)],
+            tokenizer_path=str(one_model),
+            loops=known_loops(),
+            rank=0,
+            pictures=pickle.loads(pickle.dumps(processor)),
+        )
+        generated = await worker.generate_sequences(samples, 0)
+        await engine.shutdown()
+        return generated
+
+    whole = joined(samples, asyncio.run(run()))
+    shown = [[*each, SHOWN] for each in images]
+    assert [len(each["images"]) for each in whole.non_tensor_batch[MULTI_MODAL_DATA]] == list(map(len, shown))
+    results = ranks.run(scored, 2, one_model, whole)
+    found = torch.cat([result[0] for result in results])
+    responses, model = whole.batch["responses"], AutoModelForImageTextToText.from_pretrained(one_model).eval()
+    token = model.config.image_token_id
+    for number, pictures in enumerate(shown):
+        ids = whole.batch["input_ids"][number][whole.batch["attention_mask"][number].bool()]
+        mine = whole.batch["response_mask"][number].bool()
+        given = of_transformers(one_model, pictures)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], mm_token_type_ids=(ids == token).int()[None], **given).logits[0]
+        count = int(whole.batch["attention_mask"][number, NUM_PROMPT:].sum())
+        expected = logits.log_softmax(-1)[-count - 1 : -1].gather(-1, responses[number, :count, None])[:, 0]
+        mine = mine[:count]
+        torch.testing.assert_close(found[number, :count], expected, atol=1e-4, rtol=0.0)
+        later = mine & (torch.arange(count) >= int((~mine).nonzero().max()))  # the first message is a script's
+        assert later.sum() > 10
+        by_engine = whole.batch["rollout_log_probs"][number, :count]
+        torch.testing.assert_close(by_engine[later], expected[later], atol=1e-4, rtol=0.0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl.experimental.agent_loop.errors import AgentLoopError, PromptTooLong
 from verl.utils.chat_template import Turns, turns_of
 from verl.utils.dataset.rl_dataset import truncate
+from verl.utils.pictures import Picture, PictureError, PictureProcessor
 from verl.workers.config import PPOConfig
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class AgentLoopBase(ABC):
 
     sees = False
     """Whether `run` passes the sample's pictures to `generate`. If not, samples with pictures are refused."""
+    pictures: PictureProcessor | None = None
+    """What makes tokens of pictures; the worker sets it before `run`. None: the model reads text alone."""
 
     def __init__(
         self,
@@ -102,20 +105,57 @@ class AgentLoopBase(ABC):
             raise AgentLoopError(
                 "the sample has no column raw_prompt with chat messages: set data.return_raw_chat=true"
             )
-        token_ids = await self.tokens(await self.rendered(sample["raw_prompt"], tools))
+        token_ids = await self.apply_chat_template(sample["raw_prompt"], tools)
         return fit_prompt(token_ids, data.max_prompt_length, data.truncation)
 
     async def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        images: Sequence[Picture] | None = None,
+        **kwargs: Any,
     ) -> list[int]:
-        """verl's name: token ids of a conversation, up to where the policy's next message begins. Texts alone."""
+        """verl's name: token ids of a conversation, up to where the policy's next message begins.
+
+        `images` are its pictures, those of `process_vision_info` if None. Raises AgentLoopError for pictures that the
+        model or its chat template does not show.
+        """
         if given := {key: value for key, value in kwargs.items() if value}:
             raise ValueError(f"apply_chat_template: {sorted(given)} is not supported")
-        return await self.tokens(await self.rendered(messages, tools))
+        text = await self.rendered(messages, tools)
+        expand = await self.in_tokenizer_thread(lambda: self.expansion(images or pictures_of(messages)))
+        return await self.tokens(text if expand is None else expand(text))
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """verl's name for the pictures of a conversation: there are none."""
-        return {}
+        """verl's name for the pictures of a conversation, for `generate(image_data=...)` and
+        `AgentLoopOutput.multi_modal_data`: {images: their list}, or {} without any."""
+        found = pictures_of(messages)
+        return {"images": found} if found else {}
+
+    def expansion(self, pictures: Sequence[Picture]) -> Callable[[str], str] | None:
+        """What puts the text that pictures become in the place of the chat template's for them; None without any.
+
+        Raises AgentLoopError for a model that reads text alone, and where it finds other numbers of them; PictureError
+        for a picture that cannot be opened. Call it on the tokenizer's thread.
+        """
+        processor = self.pictures
+        if not pictures:
+            return None
+        if processor is None:
+            raise AgentLoopError(f"a conversation has {len(pictures)} pictures, and the model reads text alone")
+        texts = [processor.text(picture) for picture in pictures]
+
+        def expand(text: str) -> str:
+            try:
+                return processor.expanded(text, texts)
+            except PictureError as exc:
+                raise AgentLoopError(
+                    f"{exc}: set actor_rollout_ref.model.custom_chat_template to one that shows them in messages of "
+                    "every role"
+                ) from exc
+
+        return expand
 
     async def rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
         """The conversation as the chat template writes it, up to where the policy's next message begins."""
@@ -156,12 +196,21 @@ class AgentLoopBase(ABC):
 
         `replies` are the messages of others in between: `{role, content}`, with `name` for `tool`. Special tokens in
         their text become ordinary ones. The end of `said` occurs once, whether the policy or the template wrote it.
+        Pictures are parts {type: image, image: Picture} of their content. Raises the errors of `expansion`.
         """
         turns = await self.turns(tools)
-        return await self.in_tokenizer_thread(lambda: turns.between(replies, said))
+        return await self.in_tokenizer_thread(
+            lambda: turns.between(replies, said, self.expansion(pictures_of(replies)))
+        )
 
     async def in_tokenizer_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(tokenizer_thread, work)
+
+
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    """The pictures in parts of messages, in order."""
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    return [part["image"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("image"), Picture)]
 
 
 def fit_prompt(token_ids: list[int], limit: int, truncation: str) -> list[int]:

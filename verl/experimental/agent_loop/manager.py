@@ -24,8 +24,12 @@ from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
 from verl.protocol import DataProto
 from verl.single_controller.future import is_of_dead_actor
+from verl.utils.builtin import SEEING_MODEL
 from verl.utils.dataset.rl_dataset import Partners
-from verl.workers.config import PPOConfig
+from verl.utils.language_model import directory_sees
+from verl.utils.model import load_hf_config, resolve_model_path
+from verl.utils.pictures import PictureProcessor, load_processor
+from verl.workers.config import HFModelConfig, PPOConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +56,7 @@ class AgentLoopManager:
         rollout = config.actor_rollout_ref.rollout
         self._loops = known_loops(rollout.agent.agent_loop_config_path)
         self._servers = list(server_handles)
+        self._pictures = _picture_processor(config.actor_rollout_ref.model)
         ranks = range(rollout.agent.num_workers)
         self._workers = [self._start(rank) for rank in ranks]
         try:
@@ -166,6 +171,7 @@ class AgentLoopManager:
             tokenizer_path=self._tokenizer_path,
             loops=self._loops,
             rank=rank,
+            pictures=self._pictures,
         )
 
     def _await_started(self, ranks: Sequence[int], restarts: int = 0) -> None:
@@ -218,6 +224,13 @@ class AgentLoopManager:
         rounds = math.ceil(num_samples / len(self._workers) / rollout.agent.max_concurrency)
         turns = rollout.multi_turn.max_assistant_turns or self._config.data.max_response_length  # a token each
         return rounds * turns * (rollout.generate_timeout_s + rollout.multi_turn.tool_timeout_s)
+
+
+def _picture_processor(model: HFModelConfig) -> PictureProcessor | None:
+    """Of a model that sees. Built-in text models are not made for that."""
+    if model.path != SEEING_MODEL and not directory_sees(model.path, whole=model.language_model_only is False):
+        return None
+    return load_processor(resolve_model_path(model.path, need_tokenizer=False), load_hf_config(model))
 
 
 def _summary(metrics: dict[str, list[Any]]) -> dict[str, float]:

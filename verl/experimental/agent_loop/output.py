@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.utils.pictures import Picture
 from verl.workers.rollout.records import NO_VERSION, StopReason, TokenOutput
 
 
@@ -54,8 +55,8 @@ class AgentLoopOutput:
     """Experts of the first tokens of prompt and response: see `TokenOutput`."""
     seen: tuple[str, ...] = ()
     """See `TokenOutput`. If empty, the worker fills in what its servers reported."""
-    multi_modal_data: None = None
-    """A field of verl that is not supported: None."""
+    multi_modal_data: Mapping[str, Any] | None = None
+    """{images: every `Picture` of prompt and response, in order}; None: those of the sample."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -67,8 +68,12 @@ class AgentLoopOutput:
                 lengths[name] = len(getattr(self, name))
         if len(set(lengths.values())) > 1:
             raise ValueError(f"an agent loop returned lists of different lengths: {lengths}")
-        if self.multi_modal_data:
-            raise ValueError("an agent loop returned multi_modal_data, which is not supported")
+        for name, given in (self.multi_modal_data or {}).items():
+            if given and (name != "images" or not all(isinstance(each, Picture) for each in given)):
+                raise ValueError(
+                    f"an agent loop returned multi_modal_data with {name} of {type(given[0]).__name__}; it is "
+                    "{'images': pictures of `process_vision_info` or of verl.utils.pictures.keep(...)}"
+                )
         routes, num_tokens = self.routed_experts, len(self.prompt_ids) + len(self.response_ids)
         if routes is not None and (routes.ndim != 3 or len(routes) > num_tokens):
             raise ValueError(
@@ -117,6 +122,10 @@ class Response:
     def room(self) -> int:
         """The number of tokens that may still be added."""
         return self.limit - len(self.token_ids)
+
+    def has_generated(self, token_id: int | None) -> bool:
+        """Whether the policy generated this token."""
+        return any(mine and token == token_id for token, mine in zip(self.token_ids, self._mask, strict=True))
 
     def add_generated(self, output: TokenOutput) -> None:
         self._add_replicas(output, len(self.token_ids))

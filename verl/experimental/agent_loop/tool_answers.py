@@ -1,4 +1,4 @@
-"""Gets a tool's answer as text within its deadline, even if the tool raises or blocks."""
+"""Gets a tool's answer within its deadline, even if the tool raises or blocks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from verl.checkpoint_engine.support.loop_thread import LoopThread
 from verl.experimental.agent_loop.tools import AgentData, BaseTool
+from verl.tools.schemas import ToolResponse
 from verl.utils.chat_template import well_formed
 from verl.utils.plain import as_text, plain
 
@@ -42,12 +43,12 @@ class ToolThread:
 
     async def answer(
         self, tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, *, timeout_s: float
-    ) -> str:
+    ) -> ToolResponse:
         """The tool's whole answer, or a text with its error."""
         try:
             return await self.run(_executed(tool, arguments, agent_data), tool.name, timeout_s=timeout_s)
         except TimeoutError as exc:
-            return f"error: {exc}"
+            return ToolResponse(text=f"error: {exc}")
 
     async def run(self, work: Coroutine[Any, Any, T], name: str, *, timeout_s: float) -> T:
         """Return or raise the outcome of `work`. Raises TimeoutError with `name` after `timeout_s`."""
@@ -76,11 +77,12 @@ class ToolThread:
             self._thread = None
 
 
-async def _executed(tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData) -> str:
+async def _executed(tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData) -> ToolResponse:
     try:
-        return answer_text(await tool.answer(arguments, agent_data))
+        answer = await tool.answer(arguments, agent_data)
+        return answer if isinstance(answer, ToolResponse) else ToolResponse(text=answer_text(answer))
     except BaseException as exc:  # noqa: BLE001 - the model gets the error, as it would from any tool
-        return f"error: {type(exc).__name__}: {as_text(exc)}"
+        return ToolResponse(text=f"error: {type(exc).__name__}: {as_text(exc)}")
 
 
 def cut(text: str, limit: int, side: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from verl.experimental.agent_loop.base import AgentLoopBase
+from verl.experimental.agent_loop.base import AgentLoopBase, pictures_of
 from verl.experimental.agent_loop.errors import AgentLoopError
 from verl.experimental.agent_loop.interaction import Partner, conversation, interactions_of
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
@@ -21,6 +21,7 @@ from verl.experimental.agent_loop.tool_parser import ToolParser, in_tokenizer_th
 from verl.experimental.agent_loop.tools import AgentData, BaseTool, ToolCall
 from verl.utils.chat_template import turns_of, well_formed
 from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.pictures import MULTI_MODAL_DATA, Picture, PictureError, keep, pixel_limits
 from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import SamplingOptions, StopReason
 
@@ -37,7 +38,12 @@ class ToolAgentLoop(AgentLoopBase):
 
     The sample's interaction, if any, answers a message without calls, until it ends the conversation. The loop ends
     without an answer, after `multi_turn.max_assistant_turns` messages if set, or when the budget is used up.
+
+    Pictures of tools follow those of the prompt. Models take the first tokens for pictures as them: if the policy has
+    written such a token itself, an answer with a picture ends the response, as one that is too long.
     """
+
+    sees = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -83,10 +89,12 @@ class ToolAgentLoop(AgentLoopBase):
         while response.room:
             started = time.monotonic()
             context = [*prompt_ids, *response.token_ids]
+            seen: dict[str, Any] = {"image_data": list(agent_data.pictures)} if agent_data.pictures else {}
             output = await self.server_manager.generate(
                 agent_data.request_id,
                 prompt_ids=context,
                 sampling_params=replace(sampling, max_tokens=response.room),
+                **seen,
             )
             metrics["generate_s"] += time.monotonic() - started
             response.add_generated(output)
@@ -101,12 +109,16 @@ class ToolAgentLoop(AgentLoopBase):
             if not replies:
                 break
             reply_ids = await self._reply_tokens(replies, output.token_ids)
-            if len(reply_ids) >= response.room:  # the policy could not say anything after them
+            shown = pictures_of(replies)
+            ambiguous = shown and response.has_generated(self.pictures.token_id if self.pictures else None)
+            if len(reply_ids) >= response.room or ambiguous:  # the policy could not say anything after them
                 stop_reason = "length"
                 break
             response.add_inserted(reply_ids)
+            agent_data.pictures += shown
             num_turns += 1
-        return response.output(list(prompt_ids), num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
+        whole = response.output(list(prompt_ids), num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
+        return replace(whole, multi_modal_data={"images": agent_data.pictures} if agent_data.pictures else None)
 
     async def _calls(self, said: Sequence[int], context: Sequence[int]) -> list[ToolCall]:
         """In a message of the policy; `context` is all that it was written after."""
@@ -121,7 +133,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _replies(
         self, calls: Sequence[ToolCall], said: Sequence[int], agent_data: AgentData, partner: Partner | None
-    ) -> list[dict[str, str]]:
+    ) -> list[dict[str, Any]]:
         """What others say to a message of the policy: the tools that it calls, or else the partner. Empty: nobody."""
         if partner is None:
             return await self._answers(calls, agent_data) if calls else []
@@ -135,35 +147,66 @@ class ToolAgentLoop(AgentLoopBase):
         agent_data.messages += replies
         return replies
 
-    async def _answers(self, calls: Sequence[ToolCall], agent_data: AgentData) -> list[dict[str, str]]:
+    async def _answers(self, calls: Sequence[ToolCall], agent_data: AgentData) -> list[dict[str, Any]]:
         """A message for each call that may be executed, and one for all others together."""
         most = self.multi_turn.max_parallel_calls
-        answers = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:most]))
+        answers: list[Any] = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:most]))
         if len(calls) > most:
             more = f" ({len(calls) - most} were not)" if len(calls) > most + 1 else ""
             answers.append(f"error: not executed; {most} call(s) per message are{more}")
         names = [call.name if call.name in self.tools else "unknown" for call in calls[: len(answers)]]
         return [{"role": "tool", "name": name, "content": answer} for name, answer in zip(names, answers, strict=True)]
 
-    async def _answer(self, call: ToolCall, agent_data: AgentData) -> str:
-        """What the model is told about its call. A tool's failure is an answer, too; nothing of it ends the sample."""
+    async def _answer(self, call: ToolCall, agent_data: AgentData) -> str | list[dict[str, Any]]:
+        """What the model is told about its call: a text, or parts with pictures before the text.
+
+        A tool's failure is an answer, too; nothing of it ends the sample. Raises AgentLoopError for what the model
+        cannot see.
+        """
         tool = self.tools.get(call.name)
+        images: Sequence[Any] = ()
         if call.error is not None:
             answer = f"error: {call.error}"
         elif tool is None:
             answer = f"error: unknown tool {call.name!r}.{did_you_mean(call.name, self.tools)}"
         else:
             timeout_s = self.multi_turn.tool_timeout_s
-            answer = await _tools_thread.answer(tool, call.arguments, agent_data, timeout_s=timeout_s)
-        return cut(answer, self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side)
+            response = await _tools_thread.answer(tool, call.arguments, agent_data, timeout_s=timeout_s)
+            answer, images = response.text or "", response.image or ()
+            if response.video:
+                raise AgentLoopError(f"tool {tool.name!r} answers with a video, and models see pictures alone")
+        if images and self.pictures is None:
+            raise AgentLoopError(f"tool {call.name!r} answers with a picture, and the model reads text alone")
+        try:
+            parts = [{"type": "image", "image": await self._kept(image)} for image in images]
+        except PictureError as exc:
+            answer, parts = f"error: a picture of {call.name} {exc}", []
+        answer = cut(answer, self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side)
+        return [*parts, *([{"type": "text", "text": answer}] if answer else [])] if parts else answer
 
-    async def _reply_tokens(self, replies: Sequence[dict[str, str]], said: Sequence[int]) -> list[int]:
+    async def _kept(self, image: Any) -> Picture:
+        """A tool's picture, with the run's limits of pixels. Raises PictureError for one that cannot be used."""
+        assert (processor := self.pictures) is not None
+        limits = processor.limited(pixel_limits(self.config.data.mm_processor_kwargs))
+
+        def keep_and_open() -> Picture:
+            kept = replace(keep(image), limits=limits)
+            processor.text(kept)
+            return kept
+
+        return await self.in_tokenizer_thread(keep_and_open)
+
+    async def _reply_tokens(self, replies: Sequence[dict[str, Any]], said: Sequence[int]) -> list[int]:
         shown = self.shown_tools(self.config)
         try:
             return await self.reply_tokens(replies, said, shown)
+        except AgentLoopError:
+            raise
         except ConfigError as exc:
             raise AgentLoopError(str(exc)) from exc
-        except Exception as exc:  # noqa: BLE001 - a template raises what it likes, for instance for an empty answer
+        except Exception as exc:  # a template raises what it likes, for instance for an empty answer
+            if pictures_of(replies):
+                raise AgentLoopError(f"the chat template cannot write a tool's answer with a picture: {exc}") from exc
             logger.warning("the chat template cannot write an answer of tools: %s", exc)
         error = "error: the chat template cannot show this answer"
         return await self.reply_tokens([{**reply, "content": error} for reply in replies], said, shown)
@@ -171,7 +214,13 @@ class ToolAgentLoop(AgentLoopBase):
 
 def _agent_data(request_id: str, sample: Mapping[str, Any]) -> AgentData:
     tools_kwargs = sample.get("tools_kwargs") or (sample.get("extra_info") or {}).get("tools_kwargs") or {}
-    return AgentData(request_id=request_id, messages=list(sample.get("raw_prompt") or ()), tools_kwargs=tools_kwargs)
+    pictures = (sample.get(MULTI_MODAL_DATA) or {}).get("images") or ()
+    return AgentData(
+        request_id=request_id,
+        messages=list(sample.get("raw_prompt") or ()),
+        tools_kwargs=tools_kwargs,
+        pictures=list(pictures),
+    )
 
 
 def _tools(config: PPOConfig) -> dict[str, BaseTool]:

@@ -9,9 +9,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.utils.config import ConfigError
+from verl.utils.pictures import Picture
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MOST_DIGITS = 1000
 """The most digits of an integer in a call. Python does not convert integers of more than 4,300 digits to text."""
@@ -19,7 +23,7 @@ MOST_DIGITS = 1000
 
 @dataclass(slots=True)
 class AgentData:
-    """The sample for which a tool is called, with the rewards that tools gave."""
+    """The sample for which a tool is called, with its pictures, and the rewards that tools gave."""
 
     request_id: str = ""
     messages: list[Any] = field(default_factory=list)
@@ -31,6 +35,13 @@ class AgentData:
     reward_scores: dict[str, float] = field(default_factory=dict)
     """The last result of `calc_reward` by tool."""
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    pictures: list[Picture] = field(default_factory=list)
+    """Those of the prompt, and of answers since."""
+
+    @property
+    def image_data(self) -> list[Image.Image]:
+        """verl's name: the pictures, opened, RGB. Raises PictureError for a file that has changed."""
+        return [picture.open() for picture in self.pictures]
 
 
 class BaseTool(ABC):
@@ -60,7 +71,7 @@ class BaseTool(ABC):
 
     @abstractmethod
     async def execute(self, arguments: dict[str, Any]) -> Any:
-        """Execute a call; returns text for the model, or a value that `tool_answers.answer_text` converts.
+        """Execute a call; returns text for the model, a `ToolResponse`, or a value that `answer_text` converts.
 
         Runs on the thread of the tools; a blocking tool delays other tools until its deadline. The model gets an
         exception as an error text.

@@ -42,14 +42,14 @@ class VerlTool(BaseTool):
     async def execute(self, arguments: dict[str, Any]) -> Any:
         return await self.answer(arguments, AgentData())
 
-    async def answer(self, arguments: dict[str, Any], agent_data: AgentData) -> str:
-        """The text of the tool's answer; its rewards go to `agent_data`."""
+    async def answer(self, arguments: dict[str, Any], agent_data: AgentData) -> ToolResponse:
+        """What the tool answers; its rewards go to `agent_data`."""
         options: Mapping[str, Any] = agent_data.tools_kwargs.get(self.name) or {}
         created = await self._create(options.get("create_kwargs") or {})
         instance_id = created[0] if isinstance(created, tuple) else created
         try:
             result = await self.tool.execute(instance_id, arguments, agent_data=agent_data)
-            text, reward = self._text_and_reward(result)
+            response, reward = self._response_and_reward(result)
             if reward is not None:
                 agent_data.tool_rewards.append(float(reward))
             score = await self.tool.calc_reward(instance_id)
@@ -57,7 +57,7 @@ class VerlTool(BaseTool):
                 agent_data.reward_scores[self.name] = float(score)
         finally:
             await self.tool.release(instance_id)
-        return text
+        return response
 
     async def _create(self, create_kwargs: Mapping[str, Any]) -> Any:
         """As verl 0.9 passes them, together; or one by one, to a tool that has no place for that."""
@@ -67,13 +67,10 @@ class VerlTool(BaseTool):
             return await self.tool.create(**create_kwargs)
         return await self.tool.create(create_kwargs=dict(create_kwargs))
 
-    def _text_and_reward(self, result: Any) -> tuple[str, float | None]:
+    def _response_and_reward(self, result: Any) -> tuple[ToolResponse, float | None]:
         if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], ToolResponse | str)):
             raise TypeError(f"{self.name}.execute returns (ToolResponse, reward, metrics), not {result!r}")
-        response = ToolResponse(text=result[0]) if isinstance(result[0], str) else result[0]
-        if response.image or response.video:
-            raise TypeError(f"{self.name} answers with pictures, and the model reads text")
-        return response.text or "", result[1]
+        return ToolResponse(text=result[0]) if isinstance(result[0], str) else result[0], result[1]
 
 
 def require_positional(method: Any, arguments: tuple[str, ...], what: str) -> None:

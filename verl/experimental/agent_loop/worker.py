@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
 from verl.utils.model import load_tokenizer
-from verl.utils.pictures import MULTI_MODAL_DATA, SEEN
+from verl.utils.pictures import MULTI_MODAL_DATA, SEEN, PictureProcessor
 from verl.utils.progress import Progress
 from verl.utils.seeds import derived
 from verl.utils.user_code import UserCodeError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+NO_PICTURES: Mapping[str, Any] = {"images": []}
 OURS = (AgentLoopError, ConfigError, RayError, RolloutError)
 """Errors in a user's loop that are not errors of its code."""
 
@@ -62,14 +63,17 @@ class AgentLoopWorker:
         tokenizer_path: str,
         loops: Mapping[str, LoopEntry],
         rank: int,
+        pictures: PictureProcessor | None = None,
     ) -> None:
-        """`loops` are the driver's known loops. Raises ConfigError for an unusable tokenizer."""
+        """`loops` are the driver's known loops. `pictures`: of a model that sees. Raises ConfigError for an unusable
+        tokenizer."""
         begin_actor()
         if module := config.actor_rollout_ref.model.external_lib:  # it may register loops, and formats of tool calls
             importlib.import_module(module)
         self._config = config
         self._loops = loops
         self._rank = rank
+        self._pictures = pictures
         self._tokenizer = tokenizer_for_chats(tokenizer_path, config.actor_rollout_ref.model)
         self._limit = asyncio.Semaphore(config.actor_rollout_ref.rollout.agent.max_concurrency)
         self._servers = self._connect(servers)
@@ -127,13 +131,21 @@ class AgentLoopWorker:
             pad_token_id=int(self._tokenizer.pad_token_id),
             kv_versions=rollout.kv_across_versions != "clear",
         )
-        if MULTI_MODAL_DATA in samples.non_tensor_batch:
-            batch.union(DataProto.from_dict(non_tensors={SEEN: [list(output.seen) for output in outputs]}))
+        if MULTI_MODAL_DATA in samples.non_tensor_batch or self._may_add_pictures(samples):
+            seen = [list(output.seen) for output in outputs]
+            pictures = [dict(output.multi_modal_data or NO_PICTURES) for output in outputs]
+            batch.union(DataProto.from_dict(non_tensors={SEEN: seen, MULTI_MODAL_DATA: pictures}))
         batch.meta_info["metrics"] = {
             **_per_sample([output.numbers for output in outputs]),
             **{name: sum(getattr(sample, name) for sample in asked) for name in COUNTS},
         }
         return batch
+
+    def _may_add_pictures(self, samples: DataProto) -> bool:
+        """Whether loops may show pictures to the policy that are not in the data. The same for all batches of one data
+        set, which can then be joined."""
+        alone = default_loop(self._config) == AgentConfig.default_agent_loop
+        return self._pictures is not None and ("agent_name" in samples.non_tensor_batch or not alone)
 
     def _seed(self, step: int, row: Mapping[str, Any], index: int) -> int | None:
         """Of the sample at `index` of a batch; None if the engine draws."""
@@ -149,13 +161,28 @@ class AgentLoopWorker:
             try:
                 make_loop = loop_factory(name, self._loops)
                 loop = make_loop(**constructor_arguments(self._config, servers, self._tokenizer))
+                loop.pictures = self._pictures
                 output = await loop.run(sampling.as_dict(), **row)
+                if isinstance(output, AgentLoopOutput):
+                    output = self._with_pictures(output, row)
             except Exception as exc:
                 error = AgentCodeError if _is_of_the_user(exc, loop) else AgentLoopError
                 raise error(f"{_describe(row, index)}: agent loop {name!r} failed: {_told(exc)}") from exc
         if not isinstance(output, AgentLoopOutput):
             raise AgentCodeError(f"{_describe(row, index)}: agent loop {name!r} returned {type(output).__name__}")
         return replace(output.with_versions(servers.generated), seen=output.seen or servers.seen)
+
+    def _with_pictures(self, output: AgentLoopOutput, row: Mapping[str, Any]) -> AgentLoopOutput:
+        """With all its pictures. Raises AgentLoopError where the policy has written a token for pictures in front of
+        one: trainers take the first ones for pictures."""
+        if self._pictures is None:
+            return output
+        token, own = self._pictures.token_id, False
+        for found, mine in zip(output.response_ids, output.response_mask, strict=True):
+            if found == token and own and not mine:
+                raise AgentLoopError("a picture follows a token for pictures that the policy has written: end there")
+            own = own or (found == token and bool(mine))
+        return replace(output, multi_modal_data=output.multi_modal_data or row.get(MULTI_MODAL_DATA))
 
     def _connect(self, servers: Sequence[Any]) -> ServerManager:
         rollout = self._config.actor_rollout_ref.rollout

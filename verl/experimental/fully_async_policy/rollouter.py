@@ -15,6 +15,7 @@ from verl.experimental.fully_async_policy.budget import StalenessBudget
 from verl.experimental.fully_async_policy.message_queue import Places, Sample, where
 from verl.experimental.fully_async_policy.state import Anchor, Prompt, RollouterState, Since, uid_of
 from verl.protocol import DataProto
+from verl.trainer.ppo.generation import joined
 from verl.utils.dataset import build_dataloader
 from verl.utils.lifetime import begin_actor
 from verl.utils.timing import marked_timer
@@ -226,8 +227,7 @@ class Rollouter:
         samples = DataProto(None, rows.non_tensor_batch, {"validate": False} | how)
         first = index * self._config.actor_rollout_ref.rollout.n
         generated = await next(self._workers).generate_sequences.remote(samples, first)
-        # Not into `rows` themselves, which may have to be generated again.
-        return DataProto(None, dict(rows.non_tensor_batch), dict(rows.meta_info)).union(generated)
+        return joined(rows, generated)  # not into `rows` themselves, which may have to be generated again
 
     async def _hand_over(self, sample: Sample) -> None:
         async with self._handing_over:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from verl.protocol import DataProto
 from verl.trainer.fleet.recovery import AGENT_LOOPS, BATCH, Recovery
+from verl.utils.pictures import MULTI_MODAL_DATA
 
 logger = logging.getLogger(__name__)
 
@@ -105,3 +106,12 @@ class HealingRollouts:
         restarted = self._rollouts.set_servers(server_handles)
         self._recovery.found(AGENT_LOOPS, restarted)
         return restarted
+
+
+def joined(prompts: DataProto, generated: DataProto) -> DataProto:
+    """A new batch with the columns of `prompts` and what was generated from them. Pictures are those of the whole
+    conversations, if `generated` has them. Raises the errors of `DataProto.union`."""
+    columns = dict(prompts.non_tensor_batch)
+    if MULTI_MODAL_DATA in generated.non_tensor_batch:
+        columns.pop(MULTI_MODAL_DATA, None)
+    return DataProto(prompts.batch, columns, dict(prompts.meta_info)).union(generated)

@@ -253,7 +253,6 @@ def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
             "actor_rollout_ref.rollout.quantization=null",
         ),
         (max(shared) > 1, "ulysses_sequence_parallel_size > 1", "it to 1"),
-        (policy.rollout.multi_turn.enable, "rollout.multi_turn.enable=true", "it to false"),
         (stood_in_for and config.distillation.enabled, "distillation.enabled=true", "it to false"),
         (stood_in_for and config.reward_model.enable, "reward_model.enable=true", "it to false"),
     ):

@@ -13,7 +13,7 @@ import torch
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.dynamic_sampling import DynamicBatch, filling
-from verl.trainer.ppo.generation import HealingRollouts
+from verl.trainer.ppo.generation import HealingRollouts, joined
 from verl.trainer.ppo.step import Step
 from verl.trainer.ppo.traces import Traces
 from verl.utils.dataset import PromptLoader
@@ -100,8 +100,8 @@ class Sampling:
                 with now.timed("gen_max"):
                     greedy = self._rollouts.generate_sequences(asked)
             greedy.meta_info.pop("timing", None)
-            baselines = self.baselines(asked.union(greedy), now)
-        batch = prompts.union(generated)
+            baselines = self.baselines(joined(asked, greedy), now)
+        batch = joined(prompts, generated)
         if baselines is not None:
             tensors_of(batch)[core_algos.BASELINES] = baselines
         return batch

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.generation import Rollouts
+from verl.trainer.ppo.generation import Rollouts, joined
 from verl.trainer.ppo.metric_utils import process_validation_metrics, validation_names
 from verl.trainer.ppo.samples import SampleWriter
 from verl.utils.dataset import PromptLoader
@@ -54,7 +54,7 @@ class Validator:
             )
             prompts.meta_info |= {"validate": True, "global_steps": step}
             prompts = prompts.repeat(per_prompt, interleave=True)
-            batch = prompts.union(self._rollouts.generate_sequences(prompts))
+            batch = joined(prompts, self._rollouts.generate_sequences(prompts))
             reward = failures.score(self._reward_manager, batch)
             infos["reward"] += reward.reward_tensor.sum(-1).tolist()
             for name in {*infos, *reward.extra_info} - {"reward"}:  # a batch may lack what another has

@@ -31,6 +31,7 @@ from verl.workers.config import CriticConfig
 LORA = "actor_rollout_ref.model.lora_rank=4"
 HF, GRPO = "actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo"
 GAE = "algorithm.adv_estimator=gae"
+BLIND = "tests.experimental.agent_loop.fakes:ConstantLoop"
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +206,8 @@ def test_positions_of_pictures_that_vllm_orders_otherwise_are_refused(
     ("agent", "manager", "said"),
     [
         ({}, AgentLoopManager, None),
-        ({"agent_name": "tool_agent"}, AgentLoopManager, "which agent_name=tool_agent does not show to the policy"),
+        ({"agent_name": "tool_agent"}, AgentLoopManager, None),
+        ({"agent_name": BLIND}, AgentLoopManager, f"which agent_name={BLIND} does not show to the policy"),
         ({}, SimpleNamespace(), "which the agent loop of samples that name none does not show to the policy"),
     ],
 )

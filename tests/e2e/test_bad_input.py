@@ -502,7 +502,7 @@ def test_a_rollout_node_that_is_too_small_is_named_before_engines_start_and_aren
                 "actor_rollout_ref.rollout.nnodes=2",
             )
         assert f"in {shm} on " in str(raised.value)
-        assert "65536 bytes (0.00 GiB) are free" in str(raised.value)
+        assert "65536 bytes (0.1 MiB) are free" in str(raised.value)
         assert list(shm.iterdir()) == []
     finally:
         subprocess.run(["umount", str(shm)], check=True)

@@ -29,6 +29,7 @@ import msgspec
 from ..errors import ConfigError, IntegrityError
 from ..plan.layout import Layout
 from ..support.files import write_private
+from ..support.memory import in_words
 from .committed import Committed, open_committed
 from .digest import Manifest, verify
 from .janitor import Janitor, await_removal, sweep
@@ -269,8 +270,8 @@ def require_free_bytes(shm_dir: Path, arena_nbytes: int, *, arenas: int = 1) -> 
     if needed > free:
         who = "the node arena needs" if arenas == 1 else f"{arenas} node arenas on one host need"
         raise ConfigError(
-            f"{who} {needed} bytes ({needed / 2**30:.2f} GiB) of shared memory in {shm_dir} on {socket.gethostname()}; "
-            f"{free} bytes ({free / 2**30:.2f} GiB) are free. Free memory, enlarge the file system, "
+            f"{who} {needed} bytes ({in_words(needed)}) of shared memory in {shm_dir} on {socket.gethostname()}; "
+            f"{free} bytes ({in_words(free)}) are free. Free memory, enlarge the file system, "
             "or set checkpoint_engine.slots=1, which needs half"
         )
 

@@ -25,6 +25,7 @@ from ..plan.layout import align
 from ..plan.types import ITEMSIZE
 from ..support.console import is_live
 from ..support.device import resolve_device
+from ..support.memory import in_words
 from .records import PackedTensor
 from .safetensors_files import CheckpointTensor, StoredTensor, read_checkpoint
 
@@ -131,8 +132,8 @@ def _obtain(
     free = free_host_nbytes()
     if needed > free:
         raise ConfigError(
-            f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB) of host memory on this rank; {free} bytes "
-            f"({free / 2**30:.2f} GiB) are free. Use more hosts, or unregister an unused checkpoint"
+            f"the checkpoint needs {needed} bytes ({in_words(needed)}) of host memory on this rank; {free} bytes "
+            f"({in_words(free)}) are free. Use more hosts, or unregister an unused checkpoint"
         )
     pinned = resolve_device() != "cpu"
     return [reuse.get(layout) or _allocate(layout, pinned=pinned) for layout in layouts]

@@ -187,6 +187,11 @@ class MemoryWatch:
         self._open = {phase: replace(_with_peaks(now, before), phase=phase) for phase, before in self._open.items()}
 
 
+def in_words(nbytes: int) -> str:
+    """A size for people, in GiB or MiB."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
 def _with_peaks(now: MemoryUse, before: MemoryUse) -> MemoryUse:
     return replace(
         now,

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
 from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.support.loop_thread import LoopThread
+from verl.checkpoint_engine.support.memory import in_words
 from verl.single_controller import RayWorkerGroup
 from verl.single_controller.errors import WorkerGroupError
 from verl.single_controller.future import WorkerFuture
@@ -184,7 +185,7 @@ class MemoryCheckpoint:
             raise
         processes = self._ranks().processes
         where = ", ".join(
-            f"{_told(nbytes)} on {processes[keeper.ranks[0]].address}"
+            f"{in_words(nbytes)} on {processes[keeper.ranks[0]].address}"
             for keeper, nbytes in zip(self._keepers, sizes, strict=True)
         )
         logger.info("the training state of the last step is kept in memory: %s (trainer.memory_checkpoint)", where)
@@ -222,7 +223,7 @@ class MemoryCheckpoint:
         if with_plans:
             logger.info(
                 "the training state in memory survives the loss of a host, with %s of parity, computed in %.1f s",
-                ", ".join(f"{_told(size)} on {keeper.address}" for keeper, size in zip(keepers, sizes, strict=True)),
+                ", ".join(f"{in_words(size)} on {keeper.address}" for keeper, size in zip(keepers, sizes, strict=True)),
                 time.monotonic() - began_s,
             )
         self._is_protected = True
@@ -385,10 +386,6 @@ async def until_kept(kept: Future[None], version: int) -> None:
 
 def _by_rank(paths: Mapping[int, str]) -> list[str]:
     return [paths[rank] for rank in sorted(paths)]
-
-
-def _told(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _first_line(exc: Exception) -> str:

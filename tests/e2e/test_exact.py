@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from transformers import AutoConfig
 
@@ -32,9 +34,13 @@ def test_ratios_of_first_updates_are_one_and_probabilities_differ_by_nothing(ray
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=3",
+        "trainer.mismatch_probe_freq=1",
     )
     metrics = [step for number, step in Run(tmp_path / "run", result).metrics.items() if number]
     assert [step["training/rollout_probs_diff_max"] for step in metrics] == [0.0] * 3
     assert [step["actor/ppo_kl"] for step in metrics] == [0.0] * 3
     assert all(step["response_length/max"] > 1 for step in metrics)
     assert all(step["actor/grad_norm"] > 0 for step in metrics)
+    worst = [json.loads((tmp_path / f"run/out/mismatch/{step}.jsonl").read_text()) for step in (2, 3)]
+    assert [row["trainer_version"] for row in worst] == [1, 2]
+    assert all(row["log_probs"] == row["trainer_log_probs"] for row in worst)

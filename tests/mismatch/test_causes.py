@@ -111,6 +111,9 @@ def test_probabilities_that_an_engine_gave_before_tell_another_version(directori
     before = [float(engine.scores[0][LOG_PROBS][index][TOKENS[index]]) for index in range(PROMPT, len(TOKENS))]
     assert another_version(engine, [before]) == another_version(engine, [None]) == another_version(engine, []) == []
     assert another_version(engine, [[0.0] * len(before)])[0].name == "another version"
+    nearly = [[before[0] + 1e-7, *before[1:]]]
+    assert another_version(engine, nearly) == another_version(engine, [before], exact=True) == []
+    assert f"gave 1 of {len(before)} tokens" in another_version(engine, nearly, exact=True)[0].text
 
 
 def test_places_that_an_engine_does_not_show_are_listed_and_a_model_without_blocks_is_refused(directories):

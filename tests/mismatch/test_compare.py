@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from verl.cli.main import main
 from verl.mismatch.causes import Cause
 from verl.mismatch.compare import BEYOND, Place, excess
-from verl.mismatch.findings import Findings, Token
+from verl.mismatch.findings import Findings, Token, another_trainer
 from verl.mismatch.page import html, table
 from verl.mismatch.places import modules_of, states_in, states_out
 
@@ -111,3 +112,12 @@ def test_findings_are_plain_json_and_a_page_without_markup_of_others(rounded):
     found.causes.append(Cause(name="norm", place="norm", text="the scale differs"))
     assert not found.passes(0.25)
     assert table(found, 0.25).endswith("MISMATCH: norm")
+
+
+def test_probabilities_that_a_runs_trainer_gave_are_held_against_those_of_transformers():
+    tokens = [Token(sequence=0, index=2 + place, token=5, engine=0.5, trainer=0.5, why="") for place in range(3)]
+    same = [math.log(0.5), None, math.log(0.5)]
+    assert another_trainer(tokens, [2], [same]) == another_trainer(tokens, [2], [None]) == []
+    assert another_trainer(tokens, [2], ()) == []
+    (cause,) = another_trainer(tokens, [2], [[math.log(0.5), None, math.log(0.4)]])
+    assert (cause.name, cause.text[:31]) == ("the run's trainer", "the run's trainer gave 2 tokens")

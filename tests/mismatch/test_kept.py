@@ -43,6 +43,21 @@ def test_tokens_are_those_that_the_weights_of_the_step_alone_generated(run):
     assert kept.model == run / "global_step_2" / "actor" / "huggingface"
 
 
+def test_the_worst_sequence_comes_first_and_once_with_what_a_trainer_of_the_same_weights_said(run):
+    sample(run, 3, [2])
+    sample(run, 3, [2, 2])
+    (run / "mismatch").mkdir()
+    worst = {"prompt_ids": [1, 2], "response_ids": [3, 3], "versions": [2, 2], "trainer_log_probs": [-1.0, -2.0]}
+    for step, version in ((4, 3), (3, 2)):
+        row = json.dumps(worst | {"step": step, "trainer_version": version}) + "\n"
+        (run / "mismatch" / f"{step}.jsonl").write_text(row)
+    kept = kept_step(run, 2)
+    assert kept.sequences == [([1, 2], [3, 3]), ([1, 2], [3])]
+    assert kept.trainer_log_probs == [[-1.0, -2.0], None]
+    (run / "mismatch" / "3.jsonl").unlink()
+    assert kept_step(run, 2).trainer_log_probs == [None, None], "those of other weights say nothing"
+
+
 def test_a_step_without_weights_says_which_there_are(run):
     with pytest.raises(ConfigError, match=r"checkpoints: 2\. .*hf_model"):
         kept_step(run, 1)

@@ -18,7 +18,7 @@ from verl.mismatch.trainer import TrainersModel
 
 ROTARY = "rotary_emb"
 VERSIONS_APART = 0.01
-"""The same engine with the same weights gives probabilities that are nearer than this in the mean, in bfloat16."""
+"""The same program with the same weights gives probabilities that are nearer than this in the mean, in bfloat16."""
 CLOSER = 4.0
 """An explanation is taken if it brings the trainer's values so many times closer to the engine's."""
 SHAPES = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu with tanh", "silu": "silu", "relu": "relu"}
@@ -76,22 +76,27 @@ def not_exact(places: Sequence[Place]) -> list[Cause]:
     ]
 
 
-def another_version(recording: Recording, kept: Sequence[Sequence[float | None] | None]) -> list[Cause]:
-    """Whether log-probs of the responses that an engine gave before are others than those of the files' weights."""
-    differences = []
-    for tokens, prompt, scores, before in zip(
-        recording.tokens, recording.prompts, recording.scores, kept or [None] * len(recording.tokens), strict=True
-    ):
-        for index, log_prob in enumerate(before or (), prompt):
-            if log_prob is not None and index in scores.get(LOG_PROBS, {}):
-                now = float(scores[LOG_PROBS][index][tokens[index]].exp())
-                differences.append(abs(math.exp(log_prob) - now))
-    mean = sum(differences) / max(len(differences), 1)
-    if mean <= VERSIONS_APART:
+def another_version(
+    recording: Recording, kept: Sequence[Sequence[float | None] | None], *, exact: bool = False
+) -> list[Cause]:
+    """Whether log-probs of the responses that an engine gave before are others than those of the files' weights.
+
+    With `exact` one bit suffices; otherwise the mean difference of probabilities must be beyond rounding."""
+    pairs = [
+        (log_prob, float(scores[LOG_PROBS][index][tokens[index]]))
+        for tokens, prompt, scores, before in zip(
+            recording.tokens, recording.prompts, recording.scores, kept or [None] * len(recording.tokens), strict=True
+        )
+        for index, log_prob in enumerate(before or (), prompt)
+        if log_prob is not None and index in scores.get(LOG_PROBS, {})
+    ]
+    others = sum(before != now for before, now in pairs)
+    mean = sum(abs(math.exp(before) - math.exp(now)) for before, now in pairs) / max(len(pairs), 1)
+    if not (others if exact else mean > VERSIONS_APART):
         return []
     text = (
-        f"the run's engine gave the tokens other probabilities than an engine with the checkpoint's weights, by "
-        f"{mean:.2g} in the mean: it had another version, or other settings"
+        f"the run's engine gave {others} of {len(pairs)} tokens other probabilities than an engine with the "
+        f"checkpoint's weights, by {mean:.2g} in the mean: it had another version, or other settings"
     )
     return [Cause(name="another version", place=LOG_PROBS, text=text)]
 

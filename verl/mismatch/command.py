@@ -63,6 +63,8 @@ class Settings:
     """The engine computes as with `rollout.exact=true`, and no bit may differ."""
     kept: Sequence[Sequence[float | None] | None] = ()
     """Log-probs of the responses that an engine gave them before, where they are known."""
+    kept_by_trainer: Sequence[Sequence[float | None] | None] = ()
+    """The same of a trainer with the model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, samplin
     """Run the engine with `engine_sampling` and compare it with a trainer that takes `sampling` for granted."""
     from verl.mismatch.causes import another_version, causes, not_exact
     from verl.mismatch.compare import compared, not_compared, phases
-    from verl.mismatch.findings import Findings, differing
+    from verl.mismatch.findings import Findings, another_trainer, differing
     from verl.mismatch.recording import Sampling
 
     engine, model = sides.engine, sides.model
@@ -145,10 +147,11 @@ def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, samplin
     except LookupError as exc:
         raise BackendUnavailable(f"{settings.model} cannot be compared: {exc}") from exc
     named = causes(found, places, weights, decode, sampling, model, sides.wide)
-    named += another_version(decode, settings.kept)
+    named += another_version(decode, settings.kept, exact=settings.exact)
     if settings.exact:
         named += not_exact(places)
     tokens = differing(found, decode, sampling, bool(named))
+    named += another_trainer(tokens, decode.prompts, settings.kept_by_trainer)
     return Findings(
         model=str(settings.model),
         architecture=model.architecture,
@@ -293,6 +296,7 @@ def _of_run(options: argparse.Namespace) -> Settings:
         ranks=options.tensor_parallel_size,
         sequences=kept.sequences,
         kept=kept.log_probs,
+        kept_by_trainer=kept.trainer_log_probs,
         exact=kept.exact or options.exact,
     )
 

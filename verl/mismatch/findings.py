@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from verl.mismatch.causes import Cause
+from verl.mismatch.causes import VERSIONS_APART, Cause
 from verl.mismatch.compare import Phase, Place
 from verl.mismatch.places import LOG_PROBS, LOGITS, NORM
 from verl.mismatch.recording import Recording, Sampling
@@ -93,6 +94,29 @@ def differing(found: Mapping[str, Phase], recording: Recording, sampling: Sampli
                 )
             )
     return sorted(tokens, key=lambda token: -token.difference)
+
+
+def another_trainer(
+    tokens: Sequence[Token], prompts: Sequence[int], kept: Sequence[Sequence[float | None] | None]
+) -> list[Cause]:
+    """Whether a run's trainer gave the tokens other probabilities than transformers' model of the files does.
+
+    `prompts`: tokens of each prompt. `kept`: the run's log-probs of the responses, where they are known.
+    """
+    differences = []
+    for token in tokens:
+        before = kept[token.sequence] if token.sequence < len(kept) else None
+        place = token.index - prompts[token.sequence]
+        if before is not None and place < len(before) and (log_prob := before[place]) is not None:
+            differences.append(abs(math.exp(log_prob) - token.trainer))
+    mean = sum(differences) / max(len(differences), 1)
+    if mean <= VERSIONS_APART:
+        return []
+    text = (
+        f"the run's trainer gave {len(differences)} tokens other probabilities than transformers' model of the "
+        f"checkpoint, by {mean:.2g} in the mean: it computes rows, positions or weights differently"
+    )
+    return [Cause(name="the run's trainer", place=LOG_PROBS, text=text)]
 
 
 def _why(row: int, decode: Phase, prefill: Phase, flips: Mapping[int, str]) -> str:

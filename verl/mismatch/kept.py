@@ -11,6 +11,7 @@ import yaml
 
 from verl.checkpoint_engine.support import records
 from verl.trainer.config.record import CONFIG_FILE
+from verl.trainer.ppo.mismatch_probe import FOLDER
 from verl.utils.config import ConfigError
 
 MOST_SAMPLES = 6
@@ -26,6 +27,8 @@ class KeptStep:
     sequences: list[tuple[list[int], list[int]]]
     log_probs: list[list[float | None] | None]
     """The run's engine's, of each sequence; None for what no policy generated."""
+    trainer_log_probs: list[list[float | None] | None]
+    """The run's trainer's with the same weights, of sequences that the probe kept."""
     temperature: float
     top_p: float
     top_k: int
@@ -51,6 +54,9 @@ def kept_step(run: Path, step: int) -> KeptStep:
         model=model,
         sequences=[(row["prompt_ids"], row["response_ids"]) for row in rows],
         log_probs=[_generated(row) for row in rows],
+        trainer_log_probs=[
+            row.get("trainer_log_probs") if row.get("trainer_version") == step else None for row in rows
+        ],
         temperature=float(rollout.get("temperature", 1.0)),
         top_p=float(rollout.get("top_p", 1.0)),
         top_k=int(rollout.get("top_k", -1)),
@@ -60,9 +66,10 @@ def kept_step(run: Path, step: int) -> KeptStep:
 
 
 def _samples(run: Path, step: int) -> list[Mapping[str, Any]]:
-    """Those whose tokens the weights of `step` generated."""
+    """Those whose tokens the weights of `step` generated, what `trainer.mismatch_probe_freq` kept first."""
     found: list[Mapping[str, Any]] = []
-    files = sorted((path for path in run.glob("*/*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
+    files = [path for path in run.glob("*/*.jsonl") if path.stem.isdigit()]
+    files.sort(key=lambda path: (path.parent.name != FOLDER, int(path.stem)))
     for path in files:
         if int(path.stem) < step:
             continue
@@ -72,16 +79,21 @@ def _samples(run: Path, step: int) -> list[Mapping[str, Any]]:
             raise ConfigError(f"{path}: {exc}") from exc
         for row in rows:
             versions = set(row.get("versions") or ()) - {INSERTED}
-            if versions == {step} and row.get("prompt_ids") and row.get("response_ids"):
+            whole = versions == {step} and row.get("prompt_ids") and row.get("response_ids")
+            if whole and not any(_tokens(row) == _tokens(other) for other in found):
                 found.append(row)
         if len(found) >= MOST_SAMPLES:
             break
     if not found:
         raise ConfigError(
             f"{run} has no sample that the weights of step {step} alone generated: trainer.rollout_data_dir below it "
-            f"keeps them, mostly in the file of step {step + 1}"
+            f"keeps them, mostly in the file of step {step + 1}, and trainer.mismatch_probe_freq the worst one"
         )
     return found[:MOST_SAMPLES]
+
+
+def _tokens(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    return row["prompt_ids"], row["response_ids"]
 
 
 def _generated(row: Mapping[str, Any]) -> list[float | None] | None:

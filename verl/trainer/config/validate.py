@@ -100,6 +100,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     engines.lora,
     engines.exact,
     engines.kv_across_versions,
+    engines.mismatch_probe,
     determinism.full_determinism,
     engines.checkpoint_engine,
     _limits_of_pixels,

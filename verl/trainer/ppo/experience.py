@@ -14,6 +14,7 @@ from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.even_batches import padded
 from verl.trainer.ppo.kl_control import KLController
+from verl.trainer.ppo.mismatch_probe import MismatchProbe
 from verl.trainer.ppo.needs import needs_reference
 from verl.trainer.ppo.policy_filtration import filtered
 from verl.trainer.ppo.samples import SampleWriter
@@ -42,6 +43,7 @@ class Experience:
         self._reward_manager = reward_manager
         self._kl_ctrl = kl_ctrl
         self._samples = samples
+        self._probe = MismatchProbe(config.trainer.output_dir, config.trainer.mismatch_probe_freq)
         self._needed = core_algos.needed_by(config.algorithm.adv_estimator)
         self._advantages = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)
 
@@ -80,6 +82,7 @@ class Experience:
         if "rollout_log_probs" in tensors:
             old, rollout = tensors["old_log_probs"], tensors["rollout_log_probs"]
             now.metrics |= core_algos.rollout_probs_diff_metrics(old, rollout, mask)
+            self._probe.keep(now.number, batch)
             weights, metrics = core_algos.compute_rollout_importance_weights(
                 old, rollout, mask, self._config.algorithm.rollout_correction
             )

@@ -105,6 +105,12 @@ class TrainerConfig:
         "user", "who may read what a run writes: its user alone, the group, too, or everyone", choices=tuple(READERS)
     )
     rollout_data_dir: str | None = option(None, "JSONL files with every training sample")
+    mismatch_probe_freq: int = option(
+        -1,
+        "of every so many versions of the weights, keep the sequence on which engine and trainer agree least, below "
+        "default_local_dir, for verl-sync mismatch; -1: never",
+        least=-1,
+    )
     validation_data_dir: str | None = option(None, "JSONL files with every validation sample")
     metrics_port: int | None = option(
         None, "port of the driver from which Prometheus scrapes; 0: any that is free; null: none", least=0, most=65535

@@ -63,6 +63,18 @@ def exact(config: PPOConfig) -> Iterator[str]:
             yield f"{start} actor_rollout_ref.{key}={' or '.join(map(str, right))}, not {value}"
 
 
+def mismatch_probe(config: PPOConfig) -> Iterator[str]:
+    """The probe compares log-probs of both sides."""
+    policy, frequency = config.actor_rollout_ref, config.trainer.mismatch_probe_freq
+    if frequency < 1:
+        return
+    here = f"trainer.mismatch_probe_freq={frequency} needs actor_rollout_ref"
+    if not policy.rollout.calculate_log_probs:
+        yield f"{here}.rollout.calculate_log_probs=true: it compares them with the trainer's"
+    if policy.actor.use_rollout_log_probs:
+        yield f"{here}.actor.use_rollout_log_probs=false: with true the trainer computes none of its own"
+
+
 def kv_across_versions(config: PPOConfig) -> Iterator[str]:
     rollout, pause_mode = config.actor_rollout_ref.rollout, config.checkpoint_engine.pause_mode
     here = f"actor_rollout_ref.rollout.kv_across_versions={rollout.kv_across_versions}"

@@ -81,6 +81,26 @@ requests in flight.
 | 2 | not tried: input, server or disk |
 | 3 | skipped: the route needs a device |
 
+## In your CI
+
+The wheel of the synchronisation alone brings a plugin of pytest: one test for each route, which fails with the report.
+
+```
+pip install 'verl-sync-engine[certify]' pytest
+pytest --weight-update-server http://127.0.0.1:8000 --weight-update-model DIR --weight-update-routes arena,disk
+```
+
+With verl-sync, add `-p verl.checkpoint_engine.conformance.pytest_plugin`. In a GitHub workflow, start the server first:
+
+```yaml
+- run: |
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --gpu-memory-utilization 0.5 &
+    timeout 300 sh -c 'until curl -sf localhost:8000/health; do sleep 1; done'
+- run: pytest --weight-update-server http://127.0.0.1:8000 --weight-update-model DIR --junit-xml conformance.xml
+```
+
+## Results
+
 Tested with an engine of transformers that has vLLM's routes, a prefix cache and switches for its faults: 19 loaders and
 8 broken promises are found and named. With vLLM 0.32.0's own server on a CPU, 2026-11-29, four updates each with
 requests in flight:

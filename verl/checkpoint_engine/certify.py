@@ -248,7 +248,7 @@ class HuggingFace:
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch_directory() -> Iterator[Path]:
     """A directory that is removed also if this process is killed."""
     directory = Path(tempfile.mkdtemp(prefix="verl-certify-"))
     janitor = Janitor(directory)
@@ -374,7 +374,7 @@ def _main(options: argparse.Namespace) -> int:
             return _certify_server(options)
         if options.route is not None:
             raise ConfigError("--route is of a running server: name it with --server URL")
-        with _scratch() as scratch:
+        with scratch_directory() as scratch:
             certificate = certify(
                 options.model.expanduser().absolute(),
                 dtype=options.dtype,
@@ -410,7 +410,7 @@ def _certify_server(options: argparse.Namespace) -> int:
         pause_mode=options.pause_mode,
         timeout_s=options.timeout_seconds,
     )
-    with _scratch() as scratch:
+    with scratch_directory() as scratch:
         return certify_server(asked, scratch, html=options.html, junit=options.junit, answer=options.json)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from tests import forked
 from tests.checkpoint_engine.conformance.slow_engine import Loader, SlowEngine, State, slow_engine
 from verl.checkpoint_engine.certify import main
 from verl.checkpoint_engine.conformance.command import Options, _prompts
@@ -20,6 +23,7 @@ from verl.checkpoint_engine.conformance.sequence import Run
 from verl.checkpoint_engine.conformance.verdicts import FAULTS, Finding
 from verl.utils.builtin import make_tiny_model
 
+PLUGIN = "verl.checkpoint_engine.conformance.pytest_plugin"
 TOLERANCE = 2e-4
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
@@ -212,6 +216,37 @@ def test_the_command_writes_its_reports_and_exits_with_0_1_2_or_3(bench, engine,
     assert "has experts, and in bfloat16 a rounding chooses others" in capsys.readouterr().err
     assert main([*arguments[:-4], "--route", "nccl"]) == 3
     assert "NCCL engine needs CUDA devices" in capsys.readouterr().err
+
+
+def _pytest(*arguments: str) -> None:
+    sys.exit(pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", "-rs", *arguments]))
+
+
+def _of_routes(routes: str, url: str, directory: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    given = {"server": url, "model": directory, "routes": routes, "timeout": 60}
+    return forked.run(_pytest, *(f"--weight-update-{name}={value}" for name, value in given.items()), cwd=cwd)
+
+
+@pytest.mark.job
+def test_a_test_of_pytest_fails_with_the_report_and_is_skipped_where_a_route_needs_a_device(
+    bench, engine, served, tmp_path
+):
+    engine.loader = without(HEAD)
+    result = _of_routes("disk,nccl", served[1], bench.directory, tmp_path)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result
+    assert f"partly loaded (or stale derived state): {HEAD}" in result.stdout
+    assert "NCCL engine needs CUDA devices" in result.stdout
+    assert "1 failed, 1 skipped" in result.stdout
+
+
+def test_pytest_says_in_a_line_why_a_server_cannot_be_tried(bench, tmp_path):
+    result = _of_routes("disk", "http://127.0.0.1:9", bench.directory, tmp_path)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "error: [http://127.0.0.1:9] Connection refused" in result.stdout
+    assert "Traceback" not in result.stdout
+    result = forked.run(_pytest, "--weight-update-server=http://127.0.0.1:9", cwd=tmp_path)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "belong together: server alone is given" in result.stderr
 
 
 def test_a_run_that_breaks_off_leaves_the_server_with_its_own_version(bench, engine, served, monkeypatch, capsys):

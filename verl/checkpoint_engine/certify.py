@@ -24,17 +24,15 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import CheckpointEngineConfig
 from .errors import BackendUnavailable, CheckpointEngineError, ConfigError
-from .memory.janitor import Janitor
+from .memory.janitor import scratch_directory
 from .parameter_server.checkpoint_directory import checkpoint_files
 from .parameter_server.safetensors_files import read_checkpoint
 from .registry import resolve_backend
@@ -245,17 +243,6 @@ class HuggingFace:
                     f"token {place} after {len(prompt)} is {token}, Hugging Face's is {likely} ({behind:.2g} std ahead)"
                 ]
         return []
-
-
-@contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """A directory that is removed also if this process is killed."""
-    directory = Path(tempfile.mkdtemp(prefix="verl-certify-"))
-    janitor = Janitor(directory)
-    try:
-        yield directory
-    finally:
-        janitor.close()
 
 
 def _write_other(model: Path, directory: Path) -> None:

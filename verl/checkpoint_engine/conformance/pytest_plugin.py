@@ -66,8 +66,8 @@ class RouteItem(pytest.Item):
         self.route = route
 
     def runtest(self) -> None:
-        from ..certify import scratch_directory
         from ..errors import BackendUnavailable
+        from ..memory.janitor import scratch_directory
         from ..parameter_server.checkpoint_directory import checkpoint_files
         from .command import Options, run
 

@@ -11,7 +11,9 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..support.cleanup_process import CleanupProcess
@@ -81,3 +83,14 @@ def _is_held(lock: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A directory that is removed also if this process is killed."""
+    directory = Path(tempfile.mkdtemp(prefix="verl-certify-"))
+    janitor = Janitor(directory)
+    try:
+        yield directory
+    finally:
+        janitor.close()

@@ -136,16 +136,23 @@ def measure(settings: Settings, output: Path) -> dict[str, Any]:
 
 def train(mode: str, settings: Settings, output: Path) -> None:
     """One run, in a process of its own; its lines appear as they come. Raises ConfigError if it fails."""
-    command = [sys.executable, "-m", MODES[mode], *settings.arguments(mode, output)]
+    run(mode, MODES[mode], settings.arguments(mode, output), settings.timeout_s)
+
+
+def run(name: str, module: str, arguments: Sequence[str], timeout_s: float) -> None:
+    """A command of ours, in a process of its own; its lines appear as they come, with `name` before them.
+
+    Raises ConfigError if it fails.
+    """
     last = deque[str](maxlen=20)
-    with started(command, settings.timeout_s) as process:
+    with started([sys.executable, "-m", module, *arguments], timeout_s) as process:
         assert process.stdout is not None
         for line in process.stdout:
             last.append(line)
-            progress(f"{mode}: {line.rstrip()}")
+            progress(f"{name}: {line.rstrip()}")
         code = process.wait()
     if code:
-        raise ConfigError(f"{mode} ended with exit code {code}; its last words:\n{''.join(last)}")
+        raise ConfigError(f"{name} ended with exit code {code}; its last words:\n{''.join(last)}")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tests.seeing import processor_of
 from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
 from verl.utils.pictures import keep
 from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.hf.seeing import Sight
 from verl.workers.rollout.engine import EngineSpec, SeeingEngine
 from verl.workers.rollout.errors import RolloutError
 from verl.workers.rollout.hf.engine import HFEngine
@@ -173,3 +174,30 @@ def test_a_version_is_loaded_with_the_tower(model: Path) -> None:
     load_weights(found, config, load_file(model / "model.safetensors"))
     expected = auto.from_pretrained(model, dtype=torch.float32).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
+
+
+def test_a_picture_of_several_sequences_is_computed_once(model: Path) -> None:
+    """As of responses to one prompt; the logits are those of each sequence by itself."""
+    whole: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    processor, one, other = processor_of(model), noise(1), noise(5, 140, 140)
+    images = [[one], [other, one], [one]]
+    pictures = [[keep(image) for image in each] for each in images]
+    rows = [torch.tensor(prompt_ids(model, each)) for each in images]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    patches: list[int] = []
+    tower = whole.get_encoder(modality="image")
+    tower.register_forward_pre_hook(lambda module, args: patches.append(len(args[0])))
+
+    def logits(number: list[int]) -> torch.Tensor:
+        seen = Sight(processor=processor, pictures=[pictures[row] for row in number]).of(
+            whole, ids[number], mask[number]
+        )
+        with torch.no_grad(), seen.embedded(whole):
+            found: torch.Tensor = whole(**seen.inputs, use_cache=False).logits
+            return found
+
+    together = logits([0, 1, 2])
+    assert patches == [len(processor.inputs([keep(one), keep(other)])["pixel_values"])]
+    for number, row in enumerate(rows):
+        torch.testing.assert_close(together[number, : len(row)], logits([number])[0, : len(row)], atol=1e-4, rtol=0.0)

@@ -41,7 +41,8 @@ class Sight:
         Raises PictureError for one that cannot be opened, ValueError for a sequence with fewer tokens for pictures than
         its pictures have.
         """
-        own = self.processor.inputs([picture for row in self.pictures for picture in row])
+        pictures = [picture for row in self.pictures for picture in row]
+        own, once = self.processor.inputs(pictures), _Once.of(model, pictures, self.processor)
         wanted = torch.tensor([sum(self.processor.counts(row)) for row in self.pictures], device=input_ids.device)
         is_token = (input_ids == self.processor.token_id) & attention_mask.bool()
         stands_in = is_token & (is_token.cumsum(1) <= wanted[:, None])
@@ -53,7 +54,9 @@ class Sight:
         positions, deltas = _placed(model, plain, attention_mask, kinds, given)
         inputs = {"input_ids": plain, "attention_mask": attention_mask, "position_ids": positions, **given}
         inputs |= dict.fromkeys(_names_of_kinds(model), kinds)
-        return Seen(inputs=inputs, deltas=deltas, token_ids=input_ids)
+        if once is not None:
+            inputs["pixel_values"] = once.inputs["pixel_values"].to(input_ids.device)
+        return Seen(inputs=inputs, deltas=deltas, token_ids=input_ids, once=once)
 
     def require(self, token_ids: Sequence[int]) -> None:
         """Check one sequence: raises the errors of `of`."""
@@ -87,6 +90,7 @@ class Seen:
     """[sequences, 1]: how much the position of a next token differs from the number of tokens before it."""
     token_ids: torch.Tensor
     """[sequences, columns], of which `inputs` have another token in the place of generated ones for pictures."""
+    once: _Once | None = None
 
     def packed(self, model: nn.Module) -> Seen:
         """The sequences one after the other in one row, without padding."""
@@ -101,14 +105,65 @@ class Seen:
 
     @contextmanager
     def embedded(self, model: nn.Module) -> Iterator[None]:
-        """In this block the model embeds `token_ids`."""
+        """In this block the model embeds `token_ids`, and its tower computes each picture once."""
         transformer: Any = model
         embeddings = transformer.get_input_embeddings()
-        handle = embeddings.register_forward_pre_hook(lambda module, args: (self.token_ids, *args[1:]))
+        handles = [embeddings.register_forward_pre_hook(lambda module, args: (self.token_ids, *args[1:]))]
+        if self.once is not None:
+            handles += self.once.registered()
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Once:
+    """Pictures that several sequences have, as responses to one prompt, for a tower that takes grids of patches."""
+
+    tower: nn.Module
+    inputs: dict[str, torch.Tensor]
+    """Of each picture once."""
+    order: list[int]
+    """Which of them each picture of the sequences is."""
+
+    @classmethod
+    def of(cls, model: Any, pictures: Sequence[Picture], processor: PictureProcessor) -> _Once | None:
+        """None where each is there once, and for other towers."""
+        places = {picture.key: place for place, picture in enumerate({each.key: each for each in pictures}.values())}
+        find = getattr(model, "get_encoder", None)
+        if len(places) == len(pictures) or find is None:
+            return None
+        tower = find(modality="image")
+        if tower is model or "grid_thw" not in inspect.signature(tower.forward).parameters:
+            return None
+        inputs = processor.inputs(list({each.key: each for each in pictures}.values()))
+        return cls(tower=tower, inputs=inputs, order=[places[picture.key] for picture in pictures])
+
+    def registered(self) -> list[Any]:
+        """Hooks of the tower, while it is called with patches of `inputs` and the grids of all pictures."""
+        grids = self.inputs["image_grid_thw"]
+        merged: Any = self.tower
+        counts = (grids.prod(-1) // merged.spatial_merge_size**2).tolist()
+
+        def narrow(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, kwargs | {"grid_thw": grids.to(kwargs["grid_thw"].device)}
+
+        def widened(features: torch.Tensor) -> torch.Tensor:
+            each = torch.split(features, counts)
+            return torch.cat([each[place] for place in self.order])
+
+        def widen(module: nn.Module, args: Any, output: Any) -> Any:
+            output["pooler_output"] = widened(output["pooler_output"])
+            if output.get("deepstack_features"):
+                output["deepstack_features"] = [widened(features) for features in output["deepstack_features"]]
+            return output
+
+        return [
+            self.tower.register_forward_pre_hook(narrow, with_kwargs=True),
+            self.tower.register_forward_hook(widen),
+        ]
 
 
 def _placed(

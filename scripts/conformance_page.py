@@ -83,20 +83,25 @@ requests in flight.
 
 ## In your CI
 
-The wheel of the synchronisation alone brings a plugin of pytest: one test for each route, which fails with the report.
+A plugin of pytest makes one test of each route, which fails with the report. The wheel of the synchronisation alone is
+enough:
 
 ```
 pip install 'verl-sync-engine[certify]' pytest
-pytest --weight-update-server http://127.0.0.1:8000 --weight-update-model DIR --weight-update-routes arena,disk
+pytest -p verl_sync.conformance.pytest_plugin --weight-update-server http://127.0.0.1:8000 --weight-update-model DIR \\
+    --weight-update-routes arena,disk
 ```
 
-With verl-sync, add `-p verl.checkpoint_engine.conformance.pytest_plugin`. In a GitHub workflow, start the server first:
+With verl-sync, its name is `verl.checkpoint_engine.conformance.pytest_plugin`. In a GitHub workflow, start the server
+first:
 
 ```yaml
 - run: |
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --gpu-memory-utilization 0.5 &
     timeout 300 sh -c 'until curl -sf localhost:8000/health; do sleep 1; done'
-- run: pytest --weight-update-server http://127.0.0.1:8000 --weight-update-model DIR --junit-xml conformance.xml
+- run: >-
+    pytest -p verl_sync.conformance.pytest_plugin --junit-xml conformance.xml
+    --weight-update-server http://127.0.0.1:8000 --weight-update-model DIR
 ```
 
 ## Results

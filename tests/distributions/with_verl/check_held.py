@@ -24,6 +24,7 @@ def test_one_rank_holds_what_is_gathered_and_the_others_know_of_it():
     assert other.shards() == []
     for source in (first, other):
         source.gather(weights(2).items())
+        source.refresh()  # as a publisher does before each version
     for shard in first.shards():
         values = torch.empty(weights(2)[shard.name].shape)
         first.copy(shard, values)

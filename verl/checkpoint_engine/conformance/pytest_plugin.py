@@ -1,8 +1,9 @@
-"""A test for each route by which a running server gets weights: `pytest --weight-update-server URL ...`.
+"""A test for each route by which a running server gets weights.
 
-The package verl-sync-engine registers it with pytest. With verl-sync, name it:
+    pytest -p verl_sync.conformance.pytest_plugin --weight-update-server URL --weight-update-model DIR
 
-    pytest -p verl.checkpoint_engine.conformance.pytest_plugin --weight-update-server URL --weight-update-model DIR
+With verl-sync its name is `verl.checkpoint_engine.conformance.pytest_plugin`. No entry point registers it: pytest would
+rewrite the assertions of every module of the package, in every run of its users.
 """
 
 from __future__ import annotations

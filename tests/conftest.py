@@ -40,6 +40,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in the background of a shell's script, and inherited by every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Ray's own: the processes of a Ray that starts, which has 30 seconds, come before the workers of all others.
+os.environ.setdefault("RAY_worker_niceness", "15")
+
 
 def pytest_collection_modifyitems(items):
     """Files that take minutes first, those of `make check` last: they fill what is left of the others' time."""

@@ -22,6 +22,7 @@ from verl.utils.config import ConfigError
 SLOW = Exception("The current node timed out during startup. This could happen because some of the raylet failed to")
 
 
+NICENESS = "RAY_worker_niceness"
 STARTS = {name: getattr(Node, name) for name in ("start_monitor", "start_log_monitor", "start_api_server")}
 
 
@@ -39,6 +40,7 @@ class Starting:
         self.calls += 1
         self.arguments = arguments
         self.started = {name for name, start in STARTS.items() if getattr(Node, name) is start}
+        self.niceness = os.environ.get(NICENESS)
         if self.errors:
             self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
             raise self.errors.pop(0)
@@ -222,6 +224,17 @@ def test_only_those_processes_of_ray_are_started_that_somebody_uses(starting, ar
     assert {name: getattr(Node, name) for name in STARTS} == STARTS
 
 
+@pytest.mark.parametrize(("said", "niceness"), [(None, "0"), ("7", "7")])
+def test_workers_have_the_priority_of_their_driver_unless_the_environment_says_another(
+    starting, monkeypatch, said, niceness
+):
+    monkeypatch.delenv(NICENESS) if said is None else monkeypatch.setenv(NICENESS, said)
+    init = starting()
+    RaySession().start({})
+    assert init.niceness == niceness
+    assert os.environ.get(NICENESS) == said
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's agents are left to Ray")
 @pytest.mark.parametrize("has_taken_its_title", [False, True])
 def test_the_agents_of_a_ray_end_with_it_also_while_they_start(starting, tmp_path, has_taken_its_title):
@@ -249,11 +262,3 @@ def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agent
     commands = [command for command in commands if own in command]  # other tests have processes, too
     assert any("raylet" in command for command in commands)
     assert not [command for command in commands if "monitor.py" in command or "dashboard.py" in command]
-
-
-def test_workers_have_as_large_a_share_of_a_busy_machine_as_their_driver(ray_cluster):
-    @ray.remote
-    def niceness():
-        return os.nice(0)
-
-    assert ray.get(niceness.remote()) == os.nice(0)

@@ -94,10 +94,18 @@ def test_a_call_that_comes_after_the_end_starts_no_other_ray(starting, monkeypat
     assert init.calls == 1
 
 
-ORPHAN = """
+AGENT = """
+import time
+from ray._raylet import setproctitle  # as its agents do
+setproctitle("ray::DashboardAgent")
+print("has taken its title", flush=True)
+time.sleep(600)
+"""
+ORPHAN = f"""
 import subprocess, sys
-nothing = subprocess.DEVNULL
-print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=nothing, stderr=nothing).pid)
+agent = subprocess.Popen([sys.executable, "-c", {AGENT!r}], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+assert agent.stdout.readline()
+print(agent.pid)
 """
 
 

@@ -289,8 +289,15 @@ def _kill_marked(mark: str) -> None:
     """Those that have lost their parents, and so are no descendants: agents, if Ray has ended their daemon itself."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has just ended, or is somebody else's
-            if process.environ().get(MARK) == mark:
+            if f"{MARK}={mark}".encode() in _environment(process):
                 process.kill()
+
+
+def _environment(process: psutil.Process) -> list[bytes]:
+    """An agent that has taken its title has overwritten the beginning, where psutil stops to read."""
+    if sys.platform == "linux":
+        return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    return [f"{name}={value}".encode() for name, value in process.environ().items()]
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

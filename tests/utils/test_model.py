@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 
+from tests.seeing import make_seeing
 from verl.utils.builtin import make_tiny_model
 from verl.utils.config import ConfigError
 from verl.utils.model import load_hf_config, load_tokenizer, resolve_model_path
@@ -46,6 +47,36 @@ def test_a_custom_chat_template_replaces_the_tokenizers(tiny_model_dir):
     template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
     tokenizer = load_tokenizer(HFModelConfig(path=str(tiny_model_dir), custom_chat_template=template))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
+
+
+PROCESSORS_TEMPLATES = {
+    "chat_template.json": {"chat_template": "{% for message in messages %}<{{ message.content }}>{% endfor %}"},
+    "processor_config.json": {"chat_template": "{% for message in messages %}({{ message.content }}){% endfor %}"},
+}
+
+
+@pytest.mark.parametrize("files", [(), ("chat_template.json",), ("processor_config.json",), (*PROCESSORS_TEMPLATES,)])
+def test_a_template_of_the_processor_goes_before_the_tokenizers_as_in_transformers(files, tmp_path):
+    from transformers import AutoProcessor
+
+    model = make_seeing(tmp_path / "model", "llava")
+    for name in files:
+        described = json.loads((model / name).read_text()) if (model / name).exists() else {}
+        (model / name).write_text(json.dumps(described | PROCESSORS_TEMPLATES[name]))
+    found = load_tokenizer(HFModelConfig(path=str(model)))
+    conversation = [{"role": "user", "content": "hi"}]
+    processor = AutoProcessor.from_pretrained(model)
+    expected = (processor if files else processor.tokenizer).apply_chat_template(conversation, tokenize=False)
+    assert found.apply_chat_template(conversation, tokenize=False) == expected
+    given = load_tokenizer(HFModelConfig(path=str(model), custom_chat_template="{{ own }}"))
+    assert given.chat_template == "{{ own }}"
+
+
+def test_a_template_of_a_processor_that_cannot_be_read_is_refused(tmp_path):
+    model = make_seeing(tmp_path / "model", "llava")
+    (model / "chat_template.json").write_text("{")
+    with pytest.raises(ConfigError, match="the chat template of the processor in .* cannot be loaded"):
+        load_tokenizer(HFModelConfig(path=str(model)))
 
 
 def test_a_tokenizer_without_padding_token_pads_with_its_end_token(model_dir):

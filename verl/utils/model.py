@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.utils.builtin import builtin_model, is_builtin
 from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.language_model import choose_part
+from verl.utils.language_model import choose_part, directory_sees
 from verl.utils.trainable import MERGE
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def resolve_model_path(path: str | Path, *, need_tokenizer: bool = True, key: st
 def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer of the model or of `tokenizer_path`, with `custom_chat_template` in force and a padding token.
 
+    With a model that sees, a chat template of its processor goes before the tokenizer's, as in transformers.
+
     Raises ConfigError if there are no tokenizer files, if they cannot be read, or if the tokenizer has no end token.
     """
     from transformers import AutoTokenizer
@@ -109,7 +111,22 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
+    elif directory_sees(directory, whole=True):
+        tokenizer.chat_template = _template_of_processor(directory) or tokenizer.chat_template
     return tokenizer
+
+
+def _template_of_processor(directory: Path) -> Any:
+    """In `processor_config.json`, `chat_template.json` or `chat_template.jinja`, in this order; None without one.
+    Raises ConfigError for files that are damaged or contradict each other."""
+    from transformers import ProcessorMixin
+
+    processor: Any = ProcessorMixin
+    try:
+        described, _ = processor.get_processor_dict(directory)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(f"the chat template of the processor in {directory} cannot be loaded: {exc}") from exc
+    return described.get("chat_template")
 
 
 def load_hf_config(model: ModelSettings) -> PretrainedConfig:

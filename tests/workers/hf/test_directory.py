@@ -80,7 +80,11 @@ def test_another_chat_template_and_another_tokenizer_are_those_of_the_run(source
     other.mkdir()
     (other / "tokenizer.json").write_text('{"version": "2.0"}')
     (other / "config.json").write_text("{}")
+    (source / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    (source / "processor_config.json").write_text('{"chat_template": "of the processor", "image_seq_length": 4}')
     export(source, tmp_path / "out", tokenizer_path=str(other), custom_chat_template="{{ own }}")
+    assert not (tmp_path / "out" / "chat_template.json").exists()
+    assert json.loads((tmp_path / "out" / "processor_config.json").read_text()) == {"image_seq_length": 4}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"version": "2.0"}'
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ own }}"
     assert (tmp_path / "out" / "config.json").read_text() == CONFIG

@@ -100,6 +100,16 @@ def _copy_other_files(directory: Path, model_config: HFModelConfig) -> None:
                 shutil.copyfile(file, directory / file.name)
     if model_config.custom_chat_template:
         (directory / TEMPLATE_FILE).write_text(model_config.custom_chat_template)
+        _drop_other_templates(directory)
+
+
+def _drop_other_templates(directory: Path) -> None:
+    """Those of a processor, which go before `TEMPLATE_FILE`."""
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    described = directory / "processor_config.json"
+    if described.is_file() and "chat_template" in (fields := json.loads(described.read_text())):
+        del fields["chat_template"]
+        described.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

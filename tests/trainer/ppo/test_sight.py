@@ -85,6 +85,19 @@ def test_what_vllm_would_compute_differently_is_refused(
     require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO, HF]))
 
 
+def test_a_tower_of_another_kind_is_not_served_by_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
+    model = make_seeing(tmp_path / "model", "llava")
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]))
+    file = model / "config.json"
+    described = json.loads(file.read_text())
+    described["vision_config"]["model_type"] = "pixtral"
+    file.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="llava, which sees, has a tower of pixtral, with which vLLM has not"):
+        require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]))
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO, HF]))
+
+
 def test_experts_that_vllm_would_transpose_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers writes them of a model that it did not read."""
     monkeypatch.setattr(requirements, "find_spec", lambda name: True)

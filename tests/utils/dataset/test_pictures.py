@@ -22,6 +22,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from tests.pictures import encoded, in_bytes, noise, row, write
+from tests.seeing import make_seeing
 from verl.utils.builtin.seeing import ARCHITECTURES, PICTURE, make_tiny_seeing_model
 from verl.utils.config import ConfigError
 from verl.utils.dataset import RLHFDataset
@@ -89,6 +90,34 @@ def test_a_prompt_has_the_ids_and_the_patches_of_transformers_own_processor(mode
     assert torch.equal(found["image_grid_thw"], expected["image_grid_thw"])
     assert data[1]["multi_modal_data"] == {"images": []}
     assert "images" not in item
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"processor_config.json": "LlavaNextProcessor"},
+        {"preprocessor_config.json": "LlavaNextProcessor"},
+        {"tokenizer_config.json": "LlavaNextProcessor"},
+        {"processor_config.json": "LlavaProcessor", "tokenizer_config.json": "LlavaNextProcessor"},
+    ],
+)
+def test_the_processor_is_the_one_that_transformers_finds(named: dict[str, str], tmp_path: Path) -> None:
+    """In the file that names one first. Nothing of a picture tells that another one wrote its tokens."""
+    from transformers import AutoProcessor
+
+    model = make_seeing(tmp_path / "model", "llava")
+    for name, kind in named.items():
+        described = json.loads((model / name).read_text()) | {"processor_class": kind}
+        (model / name).write_text(json.dumps(described))
+    assert type(processor_of(model).of_transformers) is type(AutoProcessor.from_pretrained(model))
+
+
+def test_a_processor_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    model = make_seeing(tmp_path / "model", "llava")
+    (model / "processor_config.json").write_text(json.dumps({"processor_class": "SomebodysProcessor"}))
+    with pytest.raises(ConfigError, match="transformers does not know processor_class=SomebodysProcessor"):
+        processor_of(model)
 
 
 def test_every_way_to_give_a_picture_gives_the_same_one(one_model: Path, tmp_path: Path) -> None:

@@ -281,6 +281,9 @@ def _require_served(config: PPOConfig, model: PretrainedConfig, what: str) -> No
         )
     if kind == "qwen3_vl_moe":
         _require_published_experts(config, text, what)
+    tower = model.vision_config.model_type
+    if kind in ("llava", "llava_next") and tower != "clip_vision_model":
+        raise ConfigError(f"{what} has a tower of {tower}, with which vLLM has not been tried: set rollout.name=hf")
     if kind in ("llava", "llava_next", "gemma3"):
         _require_published_tower(config, what)
     on_cpu = resolve_device(config.trainer.device) == "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -238,9 +239,7 @@ def load_processor(directory: str | Path, config: PretrainedConfig) -> PicturePr
 
 def _whole(directory: str | Path, config: PretrainedConfig, pictures: Any, tokenizer: Any) -> Any:
     """The processor of transformers around them, without its part for videos, which would need torchvision."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    kind: Any = PROCESSOR_MAPPING[type(config)]
+    kind = _class_of(directory, config)
     described, _ = kind.get_processor_dict(directory)
     accepted = inspect.signature(kind.__init__).parameters
     parts = {"image_processor": pictures, "tokenizer": tokenizer, "video_processor": None, "feature_extractor": None}
@@ -250,6 +249,26 @@ def _whole(directory: str | Path, config: PretrainedConfig, pictures: Any, token
     processor.__init__(**fields)
     del processor.check_argument_for_proper_class
     return processor
+
+
+def _class_of(directory: str | Path, config: PretrainedConfig) -> Any:
+    """The class of the processor as AutoProcessor finds it: what the directory names, else that of the architecture.
+    LLaVA's with a tower of Pixtral name Pixtral's, for instance. Raises ValueError for an unknown name."""
+    from transformers import ImageProcessingMixin, ProcessorMixin
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
+
+    processor: Any = ProcessorMixin
+    tokenizer = Path(directory) / "tokenizer_config.json"
+    for read in (
+        lambda: processor.get_processor_dict(directory)[0],
+        lambda: ImageProcessingMixin.get_image_processor_dict(directory)[0],
+        lambda: json.loads(tokenizer.read_text()) if tokenizer.is_file() else {},
+    ):
+        if (name := read().get("processor_class")) is not None:
+            if (kind := processor_class_from_name(name)) is None:
+                raise ValueError(f"transformers does not know processor_class={name}")
+            return kind
+    return PROCESSOR_MAPPING[type(config)]
 
 
 def _joined(each: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -254,7 +254,8 @@ FAMILIES: dict[str, Family] = {
     "gemma4": Family(
         text=_TEXT
         | _WINDOWS
-        | {"global_head_dim": 64, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+        | {"global_head_dim": 64, "use_bidirectional_attention": "vision"}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE + 7},
         vision=_TOWER
         | {
             "head_dim": 16,

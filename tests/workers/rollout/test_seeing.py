@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.pictures import noise
-from tests.seeing import processor_of
+from tests.seeing import make_seeing, processor_of
 from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
-from verl.utils.pictures import keep
+from verl.utils.pictures import PictureProcessor, keep
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.hf.seeing import Sight
 from verl.workers.rollout.engine import EngineSpec, SeeingEngine
 from verl.workers.rollout.errors import RolloutError
+from verl.workers.rollout.hf.batch import DecodeBatch
 from verl.workers.rollout.hf.engine import HFEngine
 from verl.workers.rollout.hf.weights import load_weights
 from verl.workers.rollout.records import SamplingOptions
@@ -127,6 +128,33 @@ def test_log_probs_are_those_of_whole_sequences_where_tokens_for_pictures_were_g
     one, other = asyncio.run(run([*prompt, 9, token, 8])), asyncio.run(run([*prompt, 9, 5, 8]))
     assert one.token_ids == other.token_ids
     assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma3", "qwen3_vl_moe", "internvl"])
+@torch.no_grad()
+def test_tokens_for_media_without_any_are_text_as_another_token_is(family: str, tmp_path: Path) -> None:
+    """For engine and trainer, as transformers computes a token of text with the same embeddings. Gemma 4 would take its
+    padding for them."""
+    model = make_seeing(tmp_path / "model", family)
+    whole: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    kinds = [getattr(whole.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
+    media, twins = [kind for kind in kinds if kind is not None], [5, 6, 7]
+    of_layers = getattr(whole.get_decoder(), "embed_tokens_per_layer", None)
+    for embeddings in (whole.get_input_embeddings(), of_layers):
+        for token, twin in zip(media, twins, strict=False):
+            if embeddings is not None:
+                embeddings.weight[twin] = embeddings.weight[token]
+    written = [3, *media, 8, *media, 4, 9]
+    as_text = torch.tensor([[dict(zip(media, twins, strict=False)).get(token, token) for token in written]])
+    expected = whole(input_ids=as_text).logits[0]
+    batch = DecodeBatch(whole)
+    found = [batch.next_logits([written[:length]])[0] for length in range(2, len(written) + 1)]
+    torch.testing.assert_close(torch.stack(found), expected[1:], atol=1e-4, rtol=0.0)
+    ids = torch.tensor([written])
+    seen = Sight(processor=PictureProcessor(None, whole.config), pictures=[[]]).of(whole, ids, torch.ones_like(ids))
+    for each in (seen, seen.packed(whole)):
+        with each.embedded(whole):
+            torch.testing.assert_close(whole(**each.inputs).logits[0], expected, atol=1e-4, rtol=0.0)
 
 
 def test_a_request_whose_pictures_are_wrong_fails_alone(model: Path) -> None:

@@ -39,8 +39,6 @@ class PictureProcessor:
         self.model_type = str(config.model_type)
         self.token_id = int(config.image_token_id)
         """In a prompt, once for each token that is made of a picture."""
-        self.other_id = int(self.token_id == 0)
-        """A token of text."""
         self._merged = getattr(config.vision_config, "spatial_merge_size", None)
         self._of_sizes: dict[tuple[tuple[int, int], PixelLimits], str] = {}
         """By width and height, and limits: the text that such pictures become."""

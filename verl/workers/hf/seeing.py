@@ -1,7 +1,7 @@
 """The inputs of a vision model for sequences with pictures, in rows or in one row.
 
 Positions are those of the model's own `get_rope_index`, if it has one. The vision tower's states replace the picture
-tokens of a prompt; a generated picture token is embedded like any other.
+tokens of a prompt; a generated picture token is embedded like any other, and so is one for a video or sound.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Sight:
         if not torch.equal(stands_in.sum(1), wanted):
             raise ValueError(f"pictures become {wanted.tolist()} tokens, and there are {stands_in.sum(1).tolist()}")
         given = {name: tensor.to(input_ids.device) for name, tensor in own.items()}
-        plain = input_ids.masked_fill((input_ids == self.processor.token_id) & ~stands_in, self.processor.other_id)
+        plain = _without_media(model, input_ids, stands_in)
         kinds = stands_in.int()
         positions, deltas = _placed(model, plain, attention_mask, kinds, given)
         inputs = {"input_ids": plain, "attention_mask": attention_mask, "position_ids": positions, **given}
         inputs |= dict.fromkeys(_names_of_kinds(model), kinds)
         if once is not None:
             inputs["pixel_values"] = once.inputs["pixel_values"].to(input_ids.device)
-        return Seen(inputs=inputs, deltas=deltas, token_ids=input_ids, once=once)
+        return Seen(inputs=inputs, deltas=deltas, token_ids=input_ids, stands_in=stands_in, once=once)
 
     def require(self, token_ids: Sequence[int]) -> None:
         """Check one sequence: raises the errors of `of`."""
@@ -90,6 +90,8 @@ class Seen:
     """[sequences, 1]: how much the position of a next token differs from the number of tokens before it."""
     token_ids: torch.Tensor
     """[sequences, columns], of which `inputs` have another token in the place of generated ones for pictures."""
+    stands_in: torch.Tensor
+    """[sequences, columns]: whether the tower's state is in the place of a token."""
     once: _Once | None = None
 
     def packed(self, model: nn.Module) -> Seen:
@@ -101,14 +103,13 @@ class Seen:
         row = row_inputs(model, self.inputs["input_ids"][inside][None], positions, inside.sum(1).tolist())
         kinds = {name: self.inputs[name][inside][None] for name in _names_of_kinds(model)}
         pictures = {name: self.inputs[name] for name in self.inputs.keys() - row.keys() - {"attention_mask"}}
-        return replace(self, inputs=row | pictures | kinds, token_ids=self.token_ids[inside][None])
+        of_row = {name: getattr(self, name)[inside][None] for name in ("token_ids", "stands_in")}
+        return replace(self, inputs=row | pictures | kinds, **of_row)
 
     @contextmanager
     def embedded(self, model: nn.Module) -> Iterator[None]:
         """In this block the model embeds `token_ids`, and its tower computes each picture once."""
-        transformer: Any = model
-        embeddings = transformer.get_input_embeddings()
-        handles = [embeddings.register_forward_pre_hook(lambda module, args: (self.token_ids, *args[1:]))]
+        handles = _embedded(model, self.token_ids, self.stands_in)
         if self.once is not None:
             handles += self.once.registered()
         try:
@@ -116,6 +117,47 @@ class Seen:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@contextmanager
+def as_text(model: nn.Module, token_ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The `input_ids` of a call without pictures. In this block the model embeds `token_ids`, also those that it would
+    take for media without any: Gemma 4 embeds its padding in their place."""
+    nothing = torch.zeros_like(token_ids, dtype=torch.bool)
+    plain = _without_media(model, token_ids, nothing)
+    if plain is token_ids:
+        yield token_ids
+        return
+    handles = _embedded(model, token_ids, nothing)
+    try:
+        yield plain
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without_media(model: Any, token_ids: torch.Tensor, but: torch.Tensor) -> torch.Tensor:
+    """`token_ids` with a token of text in the place of the model's tokens for media, except where `but` is true.
+    `token_ids` itself if there are none."""
+    named = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    media = [token for token in named if token is not None]
+    found = torch.isin(token_ids, torch.tensor(media, device=token_ids.device)) & ~but if media else None
+    if found is None or not found.any():
+        return token_ids
+    text = next(token for token in range(len(media) + 1) if token not in media)
+    return token_ids.masked_fill(found, text)
+
+
+def _embedded(model: Any, token_ids: torch.Tensor, but: torch.Tensor) -> list[Any]:
+    """Hooks with which the model embeds `token_ids`, and where `but` is true what it would embed without them. Gemma 4
+    embeds tokens for each layer, too."""
+
+    def written(module: nn.Module, args: Any) -> Any:
+        return (torch.where(but, args[0], token_ids), *args[1:])
+
+    of_layers = getattr(model.get_decoder(), "embed_tokens_per_layer", None)
+    each = [model.get_input_embeddings(), *([of_layers] if of_layers is not None else [])]
+    return [embeddings.register_forward_pre_hook(written) for embeddings in each]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

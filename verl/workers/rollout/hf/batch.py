@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from verl.workers.hf.probing import in_rows
 from verl.workers.hf.regimes import Regimes
-from verl.workers.hf.seeing import Sight
+from verl.workers.hf.seeing import Sight, as_text
 from verl.workers.rollout.hf.routes import RouteWatch
 
 CACHES = ("past_key_values", "cache_params")
@@ -79,13 +79,14 @@ class DecodeBatch:
             self._mask = torch.cat([self._mask, torch.ones(len(sequences), 1, dtype=self._mask.dtype)], dim=1)
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :] + self._deltas
         device = self._model.device
-        logits = self._last_logits(
-            {
-                "input_ids": input_ids.to(device),
-                "attention_mask": self._mask.to(device),
-                "position_ids": positions.to(device),
-            }
-        )
+        with as_text(self._model, input_ids.to(device)) as plain:
+            logits = self._last_logits(
+                {
+                    "input_ids": plain,
+                    "attention_mask": self._mask.to(device),
+                    "position_ids": positions.to(device),
+                }
+            )
         if self._watch is not None:
             self.routes = self._watch.take(self._mask[:, -input_ids.shape[1] :])
         return logits

@@ -42,7 +42,8 @@ class Sight:
         its pictures have.
         """
         pictures = [picture for row in self.pictures for picture in row]
-        own, once = self.processor.inputs(pictures), _Once.of(model, pictures, self.processor)
+        once = _Once.of(model, pictures, self.processor)
+        own = self.processor.inputs(pictures) if once is None else once.of_sequences()
         wanted = torch.tensor([sum(self.processor.counts(row)) for row in self.pictures], device=input_ids.device)
         is_token = (input_ids == self.processor.token_id) & attention_mask.bool()
         stands_in = is_token & (is_token.cumsum(1) <= wanted[:, None])
@@ -54,8 +55,6 @@ class Sight:
         positions, deltas = _placed(model, plain, attention_mask, kinds, given)
         inputs = {"input_ids": plain, "attention_mask": attention_mask, "position_ids": positions, **given}
         inputs |= dict.fromkeys(_names_of_kinds(model), kinds)
-        if once is not None:
-            inputs["pixel_values"] = once.inputs["pixel_values"].to(input_ids.device)
         return Seen(inputs=inputs, deltas=deltas, token_ids=input_ids, stands_in=stands_in, once=once)
 
     def require(self, token_ids: Sequence[int]) -> None:
@@ -182,6 +181,10 @@ class _Once:
             return None
         inputs = processor.inputs(list({each.key: each for each in pictures}.values()))
         return cls(tower=tower, inputs=inputs, order=[places[picture.key] for picture in pictures])
+
+    def of_sequences(self) -> dict[str, torch.Tensor]:
+        """The grids of all pictures of the sequences, and the patches of each once."""
+        return self.inputs | {"image_grid_thw": self.inputs["image_grid_thw"][self.order]}
 
     def registered(self) -> list[Any]:
         """Hooks of the tower, while it is called with patches of `inputs` and the grids of all pictures."""

@@ -26,7 +26,7 @@ from tests.seeing import make_seeing
 from verl.utils.builtin.seeing import ARCHITECTURES, PICTURE, make_tiny_seeing_model
 from verl.utils.config import ConfigError
 from verl.utils.dataset import RLHFDataset
-from verl.utils.pictures import Picture, PictureError, PictureProcessor, keep, load_processor, pixel_limits
+from verl.utils.pictures import Picture, PictureError, PictureProcessor, keep, load_processor, pixel_limits, processing
 from verl.workers.config import DataConfig
 
 
@@ -276,6 +276,17 @@ def test_a_picture_is_computed_once_while_there_is_room(one_model: Path) -> None
     first = processor.inputs([picture])["pixel_values"]
     Path(picture.path).unlink()
     assert torch.equal(processor.inputs([picture, picture])["pixel_values"], torch.cat([first, first]))
+
+
+def test_what_is_known_of_pictures_is_bounded(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest ones stay; of another one it is found again."""
+    monkeypatch.setattr(processing, "MOST_KNOWN", 2)
+    processor, pictures = processor_of(one_model), [keep(noise(seed, 28 * seed, 28)) for seed in (1, 2, 3)]
+    before = [(processor.digests([picture]), processor.counts([picture])) for picture in pictures]
+    assert [count for _, (count,) in before] == [1, 2, 3]
+    assert len(processor._known) == 2
+    assert processor.digests(pictures) == tuple(digest for (digest,), _ in before)
+    assert len(processor._known) == 2
 
 
 def test_a_data_set_and_its_processor_go_to_other_processes(model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl.utils.config import ConfigError
 from verl.utils.language_model import sees
@@ -21,8 +21,19 @@ if TYPE_CHECKING:
 
 MOST_CACHED_NBYTES = 2**28
 BLANK_PIXELS = 56
-OF_ONE_PROCESS = ("_cache", "_cached_nbytes", "_places", "_made", "_lock", "_blank")
+MOST_KNOWN = 2**12
+"""Pictures of which a process keeps places and digest: 8 bytes for each token. More than a micro-batch has."""
+OF_ONE_PROCESS = ("_cache", "_cached_nbytes", "_known", "_lock", "_blank")
 """Attributes that do not go to other processes."""
+
+
+class _Known(NamedTuple):
+    """Of a picture, also when the inputs that the model gets are no longer there."""
+
+    places: tuple[bool, ...]
+    """See `PictureProcessor.places`."""
+    digest: str
+    """Of those inputs."""
 
 
 class PictureProcessor:
@@ -47,10 +58,8 @@ class PictureProcessor:
     def _begin_cache(self) -> None:
         self._cache: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._cached_nbytes = 0
-        self._places: dict[str, tuple[bool, ...]] = {}
-        """By `Picture.key`: see `places`."""
-        self._made: dict[str, str] = {}
-        """By `Picture.key`: the digest of its patches."""
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        """By `Picture.key`, the latest `MOST_KNOWN`."""
         self._blank: Picture | None = None
         self._lock = threading.Lock()
 
@@ -137,10 +146,7 @@ class PictureProcessor:
 
         Raises the errors of `inputs`.
         """
-        for picture in pictures:
-            if picture.key not in self._made:
-                self._of(picture)
-        return tuple(self._made[picture.key] for picture in pictures)
+        return tuple(self._known_of(picture).digest for picture in pictures)
 
     def require_same(self, pictures: Sequence[Picture], digests: Sequence[str]) -> None:
         """Raises PictureError unless `digests`, those of another process, are the `digests` of these pictures."""
@@ -160,9 +166,7 @@ class PictureProcessor:
     def places(self, picture: Picture) -> tuple[bool, ...]:
         """Of a picture's tokens in a prompt, from the first that is made of it to the last one: whether each is.
         Others stand between rows or tiles. Raises the errors of `inputs`."""
-        if picture.key not in self._places:
-            self._of(picture)
-        return self._places[picture.key]
+        return self._known_of(picture).places
 
     def blank(self) -> Picture:
         """A small white picture, of which a model makes few tokens."""
@@ -178,17 +182,28 @@ class PictureProcessor:
             if (found := self._cache.get(picture.key)) is not None:
                 self._cache.move_to_end(picture.key)
                 return found
-        made, text = self._computed(picture.open(), picture.limits)
-        digest = _digest(made)
+        return self._made(picture)[0]
+
+    def _known_of(self, picture: Picture) -> _Known:
         with self._lock:
-            self._made[picture.key] = digest
-            self._places[picture.key] = self._placed(text)
+            if (found := self._known.get(picture.key)) is not None:
+                self._known.move_to_end(picture.key)
+                return found
+        return self._made(picture)[1]
+
+    def _made(self, picture: Picture) -> tuple[dict[str, torch.Tensor], _Known]:
+        made, text = self._computed(picture.open(), picture.limits)
+        known = _Known(places=self._placed(text), digest=_digest(made))
+        with self._lock:
+            self._known[picture.key] = known
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
             if picture.key not in self._cache:
                 self._cache[picture.key] = made
                 self._cached_nbytes += _nbytes(made)
             while self._cached_nbytes > MOST_CACHED_NBYTES and len(self._cache) > 1:
                 self._cached_nbytes -= _nbytes(self._cache.popitem(last=False)[1])
-        return made
+        return made, known
 
     def _computed(self, image: Image.Image, limits: PixelLimits) -> tuple[dict[str, torch.Tensor], str]:
         """The model's inputs for a picture, and what it becomes in a prompt."""

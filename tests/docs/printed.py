@@ -1,27 +1,53 @@
-"""Commands as documents, READMEs of examples and docstrings print them."""
+"""Commands as documents, READMEs of examples, docstrings and `--help` print them, and output as documents show it."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
+
+from verl.cli.main import COMMANDS, MODULES, cli
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = ("", "bash", "sh", "console")
 PROGRAMS = (
     *("docker", "eval", "git", "kubectl", "make", "pip", "python", "ray", "sbatch", "torchrun", "uv", "verl-sync"),
-    *("mkdocs", "pre-commit", "vllm"),
+    *("mkdocs", "pre-commit", "pytest", "vllm"),
 )
+FOLDERS = ("scripts/", "examples/")
 RAY = ("start", "job", "get-auth-token", "stop")
-PLACEHOLDER = re.compile(r"^\[?(\w+=\w+)?\s*\.\.\.\]?$|^\[key=value$")
+PLACEHOLDER = re.compile(r"^\[?(\w+=\w+)?\s*\.\.\.\]?$|^\[?key=value$")
+
+SHOWN = {
+    "training builtin:tiny-qwen2": "tests/e2e/test_training.py",
+    "step  0/20 | held-out builtin/shapes": "tests/e2e/test_training.py",
+    "A  RUN_A": "verl-sync diff RUN_A RUN_B",
+    "ok    python": "verl-sync doctor",
+    "the key is made": "verl-sync node --key-file sync.key",
+    "warning: trainer rank": "tests/e2e/test_recovery.py",
+    "warning: rollouter": "tests/e2e/test_fully_async_recovery.py",
+    "warning: the driver": "tests/e2e/test_recovery.py",
+    "warning: replica-0": "tests/workers/rollout/test_death.py",
+    "distillation.": "keys, no output",
+    "reward_model.": "keys, no output",
+    "curl ": "against a server of vLLM",
+    "ask() {": "against a server of vLLM",
+}
+"""How lines begin that are no command in a block: the command that prints them, or where else they are looked at."""
 
 
 @dataclass(frozen=True)
 class Printed:
     page: str
     text: str
+    inline: bool = field(default=False, compare=False)
+    """Whether it is part of a sentence."""
 
     @property
     def words(self) -> list[str]:
@@ -54,7 +80,7 @@ def docstrings() -> list[Path]:
 
 
 def printed() -> list[Printed]:
-    found = [Printed(_name(path), text) for path in pages() for text in _of_page(path.read_text(encoding="utf-8"))]
+    found = [one for path in pages() for one in _of_page(_name(path), path.read_text(encoding="utf-8"))]
     for path in docstrings():
         if head := re.match(r'(r?)"""(.*?)"""', path.read_text(encoding="utf-8"), re.DOTALL):
             text = head[2] if head[1] else head[2].replace("\\\\", "\\")
@@ -62,19 +88,66 @@ def printed() -> list[Printed]:
     return list(dict.fromkeys(found))
 
 
+def helped() -> list[Printed]:
+    """Of the help of `verl-sync` and its subcommands."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")  # no line is divided
+        for name in ("", *MODULES, *COMMANDS):
+            with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+                cli.main([name, "--help"] if name else ["--help"], prog_name="verl-sync", standalone_mode=False)
+            lines = "\n".join(line.replace(" #", "   #") for line in text.getvalue().splitlines() if line[:2] == "  ")
+            found += [Printed(f"verl-sync {name} --help", one) for one in _of_lines(lines)]
+    return list(dict.fromkeys(found))
+
+
+def fences(text: str) -> list[tuple[str, str]]:
+    """(language, content) of every fenced block."""
+    return re.findall(r"(?m)^```([a-z]*)\n(.*?)\n```$", text, re.DOTALL)
+
+
+def outputs() -> list[tuple[str, list[str]]]:
+    """(page, lines) of every block for shells: what is no command, nor what a program is given there."""
+    blocks = [(path, *fence) for path in pages() for fence in fences(path.read_text(encoding="utf-8"))]
+    found = [(_name(path), _output(block)) for path, language, block in blocks if language in SHELL]
+    return [(page, lines) for page, lines in found if lines]
+
+
+def shown(by: str) -> list[tuple[str, str]]:
+    """(page, line) of what `by` prints, a command or a test of `SHOWN`."""
+    beginnings = tuple(line for line, printed_by in SHOWN.items() if printed_by == by)
+    return [(page, line) for page, lines in outputs() if lines[0].startswith(beginnings) for line in lines]
+
+
+def _output(block: str) -> list[str]:
+    commands = set(_of_lines(block))
+    lines = re.sub(r"(?s)<<'EOF'.*?^EOF$", "<<", re.sub(r"\\\n\s*", "", block), flags=re.MULTILINE).splitlines()
+    return [
+        line for line in lines if line.strip() and line != "..." and _command(line) not in commands and "<<" not in line
+    ]
+
+
+def form(line: str) -> str:
+    """A line without numbers and paths, without what a model wrote into a box, and what the doctor found on a host."""
+    line = re.sub(r"\d[\w.+-]*", "0", " ".join(line.replace("held-out sample", "sample").split()))
+    line = re.sub(r"\S*[^\s0]/\S*|\S*/[^\s0]\S*", "PATH", re.sub("-{3,}", "--", line))
+    if found := re.match(r"(?:ok|slow|wrong) (\w+)|(->|\| \w+) ", line):
+        return found[1] or found[2]
+    return line
+
+
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def _of_page(text: str) -> Iterator[str]:
-    for language, block in re.findall(r"(?m)^```([a-z]*)\n(.*?)\n```$", text, re.DOTALL):
-        if language in SHELL:
-            yield from _of_lines(block)
+def _of_page(page: str, text: str) -> Iterator[Printed]:
+    blocks = [block for language, block in fences(text) if language in SHELL]
     rest = re.sub(r"(?ms)^```.*?^```$", "", text)
-    yield from _of_lines(_indented(rest))
+    for block in (*blocks, _indented(rest)):
+        yield from (Printed(page, one) for one in _of_lines(block))
     for span in re.findall(r"`([^`\n]+)`", rest):
         if " " in span:
-            yield from _of_lines(span)
+            yield from (Printed(page, one, inline=True) for one in _of_lines(span))
 
 
 def _indented(text: str) -> str:
@@ -83,12 +156,16 @@ def _indented(text: str) -> str:
 
 def _of_lines(block: str) -> Iterator[str]:
     for line in re.sub(r"\\\n\s*", "", block).splitlines():
-        command = line.strip().removeprefix("$ ").split("   ")[0]  # what comes then is its explanation
+        command = _command(line)
         program = re.sub(r"^([A-Z_]+=\S+ )*(\.venv(-docs)?/bin/)?", "", command).partition(" ")[0]
-        is_known = program in PROGRAMS or program.startswith("scripts/")
+        is_known = program in PROGRAMS or program.startswith(FOLDERS)
         if not is_known or " " not in command or "<<" in command:
             continue
         if program == "ray" and command.split()[1] not in RAY:
             continue
         if command != "vllm serve":  # its name
             yield command
+
+
+def _command(line: str) -> str:
+    return line.strip().removeprefix("$ ").split("   ")[0]  # what comes then is its explanation

@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from torch.distributed.run import get_args_parser
 
 from tests.cli.runs import write_run
-from tests.docs.printed import ROOT, Printed, printed
+from tests.docs.printed import FOLDERS, ROOT, Printed, printed
 from verl.cli.main import COMMANDS, MODULES, cli
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.validate import validate
@@ -43,6 +43,7 @@ ELSEWHERE = {
     "git": "a remote repository",
     "kubectl": "a cluster",
     "mkdocs": "an environment of its own; `make docs` runs it",
+    "pytest": "a server",
     "pre-commit": "changes the repository",
     "ray": "its own parser is Ray's",
     "sglang.launch_server": "a device",
@@ -215,5 +216,5 @@ def test_a_wrong_word_is_found(words: str, said: str, monkeypatch: pytest.Monkey
 
 def test_no_kind_of_program_is_left_out():
     known = {"eval", "make", "pip", "python", "sbatch", "torchrun", "uv", "verl-sync", *ELSEWHERE}
-    assert {one.words[0] for one in ALL if not one.words[0].startswith("scripts/")} <= known
+    assert {one.words[0] for one in ALL if not one.words[0].startswith(FOLDERS)} <= known
     assert len(ALL) > 120

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint_engine.backends import using
+from tests.docs.printed import form, shown
 from tests.e2e.job import QUICK, Job, in_process
 from tests.e2e.seeded import STATEFUL
 from verl.trainer.ppo.ray_trainer import TrainingResult
@@ -180,6 +181,8 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
     assert [line[:5] for line in lines if line not in named] == ["  kl "] * 3
     assert max(map(len, lines)) <= 80
     assert job.stderr.count("+- held-out sample, step ") == 3
+    forms = {form(line) for line in (*job.stderr.splitlines(), *job.stdout.splitlines())}
+    assert [line for line in shown("tests/e2e/test_training.py") if form(line[1]) not in forms] == []
     assert "held-out reward" in job.stdout
     assert (run.out / "config.yaml").is_file()
     assert len((run.out / "runs.jsonl").read_text().splitlines()) == 1

@@ -386,3 +386,23 @@ async def test_the_tool_answers_the_calls_of_the_tool_agent():
     assert servers.prompts[1].endswith("<|tool|>42<|end|><|assistant|>")
     assert '"name": "calculate"' in servers.prompts[0]
     assert output.metrics["tool_calls"] == 1
+
+
+# ---- any_agent/
+
+
+@pytest.mark.parametrize(("name", "said", "turns"), [("function", ["41", "42"], 4), ("program", ["42"], 2)])
+async def test_an_agent_of_the_openai_client_is_trained_on_what_the_policy_said(
+    name: str, said: list[str], turns: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(ROOT)  # as the guide does
+    config = configured(
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path=examples/any_agent/agents.yaml",
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={name}",
+        "data.max_response_length=128",
+    )
+    output, _, tokenizer = await run_loop(name, config, *said)
+    trained = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == "".join(f"{text}<|end|>" for text in said)
+    assert output.num_turns == turns
+    assert output.extra_fields == ({"agent_output": "42\n"} if name == "program" else {})

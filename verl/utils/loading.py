@@ -1,9 +1,9 @@
-"""Loads classes named in a YAML file or a column: "module:Class", "module.Class" or "path/to/file.py:Class"."""
+"""Loads classes and functions by name: "module:Class", "module.Class" or "path/to/file.py:Class"."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,19 @@ from verl.utils.user_code import load_from_file
 
 def load_class(target: str, base: type | tuple[type, ...], where: str) -> type[Any]:
     """The subclass of `base` (or of one of several) named by `target`; `where` is for messages. Raises ConfigError."""
-    separator = ":" if ":" in target else "."
-    module_name, _, class_name = target.rpartition(separator)
-    if not module_name:
-        raise ConfigError(f'{where}: {target!r} is not "module:Class" or "file.py:Class"')
-    if module_name.endswith(".py"):
-        found = _from_file(module_name, class_name, where)
-    else:
-        try:
-            found = getattr(importlib.import_module(module_name), class_name, None)
-        except ImportError as exc:
-            raise ConfigError(f"{where}: {module_name!r} cannot be imported: {exc}") from exc
-    if found is None:
-        raise ConfigError(f"{where}: {module_name!r} has no class {class_name!r}")
+    found = _loaded(target, "Class", where)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(
             f"{where}: {target} is not a subclass of {(base if isinstance(base, type) else base[0]).__name__}"
         )
+    return found
+
+
+def load_function(target: str, where: str) -> Callable[..., Any]:
+    """The function named by `target`, as `load_class`. Raises ConfigError."""
+    found: Callable[..., Any] = _loaded(target, "function", where)
+    if not callable(found):
+        raise ConfigError(f"{where}: {target} is not a function")
     return found
 
 
@@ -66,6 +62,23 @@ def read_entries(
         if unknown := sorted(set(entry) - set(known)):
             raise ConfigError(f"{where}: unknown {unknown}; known: {', '.join(known)}")
     return named
+
+
+def _loaded(target: str, kind: str, where: str) -> Any:
+    separator = ":" if ":" in target else "."
+    module_name, _, name = target.rpartition(separator)
+    if not module_name:
+        raise ConfigError(f'{where}: {target!r} is not "module:{kind}" or "file.py:{kind}"')
+    if module_name.endswith(".py"):
+        found = _from_file(module_name, name, where)
+    else:
+        try:
+            found = getattr(importlib.import_module(module_name), name, None)
+        except ImportError as exc:
+            raise ConfigError(f"{where}: {module_name!r} cannot be imported: {exc}") from exc
+    if found is None:
+        raise ConfigError(f"{where}: {module_name!r} has no {kind.lower()} {name!r}")
+    return found
 
 
 @cache

@@ -10,8 +10,9 @@ class ScriptedManager:
     `end`: by another token than the tokenizer's.
     """
 
-    def __init__(self, tokenizer, *texts, end=None):
+    def __init__(self, tokenizer, *texts, end=None, log_probs=True):
         self.end_id = tokenizer.convert_tokens_to_ids(end or tokenizer.eos_token)
+        self.log_prob = -0.5 if log_probs else None
         self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
         self.budgets, self.stops, self.request_ids, self.pictures = [], [], set(), []
 
@@ -27,4 +28,4 @@ class ScriptedManager:
         token_ids = self.tokenizer.encode(text.removesuffix("…"), add_special_tokens=False)
         token_ids += [self.end_id] if ended else []
         reason = "completed" if ended else "length"
-        return said(token_ids[: sampling.max_tokens], reason, version=len(self.prompts))
+        return said(token_ids[: sampling.max_tokens], reason, version=len(self.prompts), log_prob=self.log_prob)

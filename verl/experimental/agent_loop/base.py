@@ -80,6 +80,11 @@ class AgentLoopBase(ABC):
         """
         return ()
 
+    @classmethod  # noqa: B027 - for most loops their names are all that can be wrong
+    def check_options(cls, where: str, **options: Any) -> None:
+        """Raise ConfigError, with `where`, for values in the loop's entry of `agent_loop_config_path` that `run` could
+        not use. Called on the driver before the start; the constructor accepts their names."""
+
     @classmethod  # noqa: B027 - most loops can use any
     def check_tokenizer(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ConfigError for a tokenizer that `run` could not use. Called on the driver before the start."""

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from verl.experimental.agent_loop.errors import AgentLoopTimeout
 from verl.experimental.agent_loop.interaction import interactions_of
 from verl.experimental.agent_loop.interaction_check import unheard
-from verl.experimental.agent_loop.registry import known_loops, loop_class, loop_factory
+from verl.experimental.agent_loop.registry import check_loop, known_loops, loop_class
 from verl.experimental.agent_loop.server_manager import COUNTS
 from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -69,7 +69,7 @@ class AgentLoopManager:
     def check_config(config: PPOConfig) -> None:
         """Raise ConfigError for a loop or tool that cannot be loaded. Trainers call it before they start processes."""
         rollout = config.actor_rollout_ref.rollout
-        loop_factory(default_loop(config), known_loops(rollout.agent.agent_loop_config_path))
+        check_loop(default_loop(config), known_loops(rollout.agent.agent_loop_config_path))
         ToolParser.parser_class(rollout.multi_turn.format)
         if rollout.multi_turn.tool_config_path is not None:
             load_tools(rollout.multi_turn.tool_config_path)
@@ -81,8 +81,7 @@ class AgentLoopManager:
         Raises ConfigError for an unknown agent, and for a loop or tool that cannot be loaded."""
         loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
         name = agent_name or default_loop(config)
-        loop_factory(name, loops)  # it can be called as loops are
-        return loop_class(name, loops).shown_tools(config)
+        return check_loop(name, loops).shown_tools(config)
 
     @staticmethod
     def sees(config: PPOConfig, agent_name: str | None) -> bool:
@@ -198,7 +197,7 @@ class AgentLoopManager:
 
     def _check_loops(self, names: set[str]) -> None:
         for name in sorted(names):
-            loop_factory(name, self._loops)
+            check_loop(name, self._loops)
 
     def _gather(self, names: dict[Any, str], timeout_s: float) -> list[DataProto]:
         """The workers' results in order. Raises the first failure at once, and cancels the rest."""

@@ -108,13 +108,14 @@ class AgentLoopOutput:
 class Response:
     """The response of one trajectory while it grows, up to `limit` tokens, inserted ones included."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, with_log_probs: bool = True) -> None:
+        """`with_log_probs`: of a response to which nothing was added."""
         self.limit = limit
         self.token_ids: list[int] = []
         self._mask: list[int] = []
         self._versions: list[int] = []
         self._kv_versions: list[int] = []
-        self._log_probs: list[float] | None = []
+        self._log_probs: list[float] | None = [] if with_log_probs else None
         self._replicas: list[tuple[str, int, int]] = []
         self._routes: np.ndarray | None = None
 

@@ -88,6 +88,15 @@ def loop_factory(name: str, loops: Mapping[str, LoopEntry]) -> Callable[..., Age
     return partial(found, **options)
 
 
+def check_loop(name: str, loops: Mapping[str, LoopEntry]) -> type[AgentLoopBase]:
+    """The class of a loop that can be made and called. Raises ConfigError as `loop_factory`, and for the options of its
+    entry."""
+    loop_factory(name, loops)
+    found = loop_class(name, loops)
+    found.check_options(f"agent loop {name!r}", **_entry(name, loops).options)
+    return found
+
+
 def constructor_arguments(config: Any, servers: Any, tokenizer: Any) -> dict[str, Any]:
     """The arguments of every loop's constructor, with verl's names; `config` is the whole configuration."""
     return {

@@ -6,6 +6,7 @@ Those of the checkpoint engine are in `verl/checkpoint_engine/support/envs.py`.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -44,3 +45,18 @@ def otlp_endpoint() -> str:
     """`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`: where OpenTelemetry's SDK sends spans."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     return next((value for name in names if (value := os.environ.get(name))), "")
+
+
+def of_a_program(variables: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of a program that this process starts, with `variables`."""
+    return {**os.environ, **variables}
+
+
+def reach_without_proxy(host: str) -> None:
+    """Add `host` to `NO_PROXY` and `no_proxy`, for the HTTP clients of this process and of programs that it starts."""
+    names = ("NO_PROXY", "no_proxy")
+    known = next((value for name in names if (value := os.environ.get(name))), "")
+    for name in names:
+        hosts = os.environ.get(name) or known
+        if host not in hosts.split(","):
+            os.environ[name] = f"{hosts},{host}" if hosts else host

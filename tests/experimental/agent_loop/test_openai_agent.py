@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 
 import httpx
 import openai
@@ -376,6 +377,17 @@ def test_a_program_gets_the_endpoint_from_its_environment(tmp_path):
     (tmp_path / "agent.py").write_text(PROGRAM)
     output = run(None, "3", agent=None, command=f"{{python}} {tmp_path}/agent.py")
     assert dict(output.extra_fields) == {"agent_output": "3 3\n"}
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_the_endpoint(tmp_path, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    assert run(None, "3", agent=None, command=f"{{python}} {tmp_path}/agent.py").extra_fields
+    assert run(None, "3", agent=f"{HERE}:plain_agent").extra_fields
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
 def test_a_program_that_fails_is_named_and_leaves_nothing(tmp_path):

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from verl.envs import of_a_program
 from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.errors import AgentCodeError
 from verl.experimental.agent_loop.openai_endpoint import ModelAccess, endpoint
@@ -129,7 +130,7 @@ async def _run_command(command: str, access: ModelAccess, sample: Mapping[str, A
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **access.environment},
+        env=of_a_program(access.environment),
         start_new_session=True,
     )
     try:

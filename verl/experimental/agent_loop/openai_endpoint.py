@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
+from verl.envs import reach_without_proxy
 from verl.experimental.agent_loop.openai_session import Session
 from verl.experimental.agent_loop.openai_wire import MODEL, Asked, Refused
 
@@ -42,8 +43,6 @@ class ModelAccess:
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": self.model,
-            "NO_PROXY": HOST,
-            "no_proxy": HOST,
         }
 
 
@@ -78,6 +77,7 @@ class Endpoint:
                     await runner.cleanup()
 
     async def _start(self) -> None:
+        reach_without_proxy(HOST)
         app = web.Application(client_max_size=LARGEST_REQUEST)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)

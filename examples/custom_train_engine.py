@@ -6,7 +6,7 @@ Implements `verl.workers.engine.base.TrainEngine` and, for the checkpoint engine
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -28,14 +28,14 @@ from verl.workers.losses import LossTotals
 class WholeModelSource:
     """One rank that holds every tensor whole."""
 
-    def __init__(self, model: torch.nn.Module, rollout_dtype: str) -> None:
+    def __init__(self, model: torch.nn.Module, rollout_dtype: str, kept_wide: Collection[str] = ()) -> None:
         # named_parameters names a tied tensor once, as a Hugging Face checkpoint does.
         self._tensors = dict(model.named_parameters())
-        self._dtype = rollout_dtype
+        self._dtypes = dict.fromkeys(self._tensors, rollout_dtype) | dict.fromkeys(kept_wide, "float32")
 
     def specs(self) -> Sequence[TensorSpec]:
         return [
-            TensorSpec(name=name, shape=tuple(tensor.shape), dtype=self._dtype)
+            TensorSpec(name=name, shape=tuple(tensor.shape), dtype=self._dtypes[name])
             for name, tensor in self._tensors.items()
         ]
 
@@ -147,5 +147,5 @@ class SingleRankEngine:
         model.save_pretrained(directory)
         AutoTokenizer.from_pretrained(self._model_config.path).save_pretrained(directory)
 
-    def weight_source(self, rollout_dtype: str = "bfloat16") -> WholeModelSource:
-        return WholeModelSource(self.model, rollout_dtype)
+    def weight_source(self, rollout_dtype: str = "bfloat16", kept_wide: Collection[str] = ()) -> WholeModelSource:
+        return WholeModelSource(self.model, rollout_dtype, kept_wide)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, RowShardedSource, arenas_in
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import SyncAborted
+from verl.checkpoint_engine.support.registry import require_methods
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
@@ -28,8 +29,8 @@ from verl.utils.config import ConfigError
 from verl.utils.reward_score import load_reward_function
 from verl.workers.config import AlgorithmConfig, HFModelConfig, OptimizerConfig, PPOConfig, RolloutConfig
 from verl.workers.engine.micro_batches import MicroBatchLimits
-from verl.workers.engine.registry import TrainEngineRegistry
-from verl.workers.rollout.engine import EngineSpec
+from verl.workers.engine.registry import TrainEngineRegistry, check_engine
+from verl.workers.rollout.engine import Engine, EngineSpec
 from verl.workers.rollout.errors import NoWeights
 from verl.workers.rollout.records import SamplingOptions, TokenOutput, WeightVersionSpan
 from verl.workers.rollout.registry import RolloutReplicaRegistry
@@ -244,6 +245,12 @@ async def test_requests_that_the_rollout_engine_kept_go_on_with_the_new_version(
     await manager.close()
 
 
+def test_the_rollout_engine_has_the_methods_of_its_protocol():
+    from examples.custom_rollout_engine import BigramEngine
+
+    require_methods(BigramEngine, Engine, "bigram")
+
+
 # ---- custom_train_engine.py
 
 
@@ -303,6 +310,18 @@ def test_the_training_engine_is_found_by_name(train_engine: Any):
         TrainEngineRegistry.register("fsdp")(type(train_engine))
 
 
+def test_a_training_engine_without_an_argument_of_the_protocol_is_refused_on_the_driver(
+    train_engine: Any, monkeypatch: pytest.MonkeyPatch
+):
+    options: dict[str, Any] = {"fsdp": None, "megatron": None, "model": None, "world_size": 1, "device": "cpu"}
+    check_engine("single_rank", **options)
+    with pytest.raises(ConfigError, match=r"strategy=single_rank: .*SingleRankEngine has no method compute_values"):
+        check_engine("single_rank", labels=1, **options)
+    monkeypatch.setattr(type(train_engine), "weight_source", lambda self, rollout_dtype: None)
+    with pytest.raises(ConfigError, match=r"weight_source\(self, rollout_dtype\): .*'kept_wide'"):
+        check_engine("single_rank", **options)
+
+
 def test_the_training_engine_goes_on_from_its_checkpoint(train_engine: Any, tmp_path: Path):
     data, limits = training_batch(), MicroBatchLimits(max_tokens=1000)
     contents = ["model", "optimizer", "extra", "hf_model"]
@@ -314,6 +333,12 @@ def test_the_training_engine_goes_on_from_its_checkpoint(train_engine: Any, tmp_
     train_engine.load_checkpoint(tmp_path, contents)
     assert train_engine.train_mini_batch(data, likelihood, temperature=1.0, limits=limits) == expected
     assert (tmp_path / "huggingface" / "model.safetensors").is_file()
+
+
+def test_the_training_engine_sends_what_engines_keep_wide_in_float32(train_engine: Any):
+    name = next(iter(dict(train_engine.model.named_parameters())))
+    dtypes = {spec.name: spec.dtype for spec in train_engine.weight_source("bfloat16", kept_wide={name}).specs()}
+    assert [wide for wide, dtype in dtypes.items() if dtype == "float32"] == [name]
 
 
 async def test_the_weights_of_the_training_engine_arrive_cast_to_the_rollout_dtype(train_engine: Any, tmp_path: Path):

@@ -1,7 +1,10 @@
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import pytest
 
 from verl.checkpoint_engine.support.config import ConfigError
-from verl.checkpoint_engine.support.registry import Registry
+from verl.checkpoint_engine.support.registry import Registry, require_methods
 
 
 def test_a_registered_function_is_found_by_its_name():
@@ -27,3 +30,29 @@ def test_of_many_names_the_nearest_three_are_told():
         registry.register(f"ring-{number}")(number)
     with pytest.raises(ConfigError, match=r"The nearest of 150: ring-17, ring-1\d*, ring-\d+\.$"):
         registry.get("17")
+
+
+class Engine(Protocol):
+    def load(self, path: str, *, strict: bool) -> None: ...
+    def save(self, path: str, kept: Sequence[str] = ()) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"load": lambda self, path, *, strict: None}, "has no method save"),
+        ({"load": lambda self, path, strict: None, "save": lambda self, path: None}, "'kept'. Engine has save"),
+        (
+            {"load": lambda self, path, strict, more: None, "save": lambda self, path, kept: None},
+            "'more'. Engine has load",
+        ),
+        ({"load": lambda self, where, **rest: None, "save": lambda self, path, kept=None, more=1: None}, None),
+    ],
+)
+def test_a_class_has_the_methods_and_arguments_of_its_protocol(members: dict[str, Any], said: str | None):
+    found = type("Mine", (), members)
+    if said is None:
+        require_methods(found, Engine, "strategy=mine")
+    else:
+        with pytest.raises(ConfigError, match=f"^strategy=mine: .*Mine.*{said}"):
+            require_methods(found, Engine, "strategy=mine")

@@ -122,5 +122,29 @@ def require_keywords(function: Callable[..., Any], arguments: Sequence[str], wha
         ) from exc
 
 
+def require_methods(found: type, protocol: type, what: str) -> None:
+    """Raises ConfigError, naming `what`, unless the class `found` has the public methods of `protocol`.
+
+    Each must accept its arguments: those that are optional or keyword-only by name, the others by place."""
+    for name, method in vars(protocol).items():
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        expected, own = inspect.signature(method), getattr(found, name, None)
+        if not callable(own):
+            raise ConfigError(f"{what}: {_origin(found)} has no method {name}{expected}")
+        by_name = [each.name for each in expected.parameters.values() if _is_named(each)]
+        signature = inspect.signature(own)
+        try:
+            signature.bind(*[None] * (len(expected.parameters) - len(by_name)), **dict.fromkeys(by_name))
+        except TypeError as exc:
+            raise ConfigError(
+                f"{what}: {_origin(found)}.{name}{signature}: {exc}. {protocol.__name__} has {name}{expected}"
+            ) from exc
+
+
+def _is_named(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+
+
 def _origin(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint_engine.support.registry import Builtin, Registry, imported
+from verl.checkpoint_engine.support.registry import Builtin, Registry, imported, require_methods
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPConfig, HFModelConfig, MegatronConfig
@@ -61,8 +61,14 @@ def check_engine(
 
     `labels`: the numbers per token of a critic; 0 for a policy.
 
-    Raises ConfigError for problems that this machine can detect.
+    Raises ConfigError for problems that this machine can detect, such as a registered class that lacks a method of
+    `TrainEngine` or an argument.
     """
+    if name not in BUILTIN and isinstance(factory := TrainEngineRegistry.get(name), type):
+        from verl.workers.engine.base import TrainEngine, ValueEngine
+
+        for protocol in (TrainEngine, ValueEngine) if labels else (TrainEngine,):
+            require_methods(factory, protocol, f"actor_rollout_ref.actor.strategy={name}")
     if name in BUILTIN and (check := BUILTIN[name].check):
         section = megatron if BUILTIN[name].is_megatron else fsdp
         imported(check)(section, model, world_size, device, labels)

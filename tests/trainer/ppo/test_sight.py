@@ -88,14 +88,19 @@ def test_what_vllm_would_compute_differently_is_refused(
 def test_a_tower_of_another_kind_is_not_served_by_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "find_spec", lambda name: True)
     model = make_seeing(tmp_path / "model", "llava")
-    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]))
+    asked = [f"actor_rollout_ref.model.path={model}", GRPO]
+    require_sight(load_config(asked))
     file = model / "config.json"
-    described = json.loads(file.read_text())
-    described["vision_config"]["model_type"] = "pixtral"
-    file.write_text(json.dumps(described))
-    with pytest.raises(ConfigError, match="llava, which sees, has a tower of pixtral, with which vLLM has not"):
-        require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO]))
-    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO, HF]))
+    before = json.loads(file.read_text())
+    tower = before["vision_config"] | {"model_type": "siglip_vision_model"}
+    for other, said in (
+        ({"vision_config": tower}, "llava, which sees, has a tower of siglip_vision_model, with which vLLM has not"),
+        ({"vision_feature_layer": [-2, -1]}, "has vision_feature_layer=.-2, -1. in its config.json, and vLLM takes"),
+    ):
+        file.write_text(json.dumps(before | other))
+        with pytest.raises(ConfigError, match=said):
+            require_sight(load_config(asked))
+        require_sight(load_config([*asked, HF]))
 
 
 def test_experts_that_vllm_would_transpose_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

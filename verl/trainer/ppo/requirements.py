@@ -281,9 +281,8 @@ def _require_served(config: PPOConfig, model: PretrainedConfig, what: str) -> No
         )
     if kind == "qwen3_vl_moe":
         _require_published_experts(config, text, what)
-    tower = model.vision_config.model_type
-    if kind in ("llava", "llava_next") and tower != "clip_vision_model":
-        raise ConfigError(f"{what} has a tower of {tower}, with which vLLM has not been tried: set rollout.name=hf")
+    if kind in ("llava", "llava_next"):
+        _require_tried_tower(model, what)
     if kind in ("llava", "llava_next", "gemma3"):
         _require_published_tower(config, what)
     on_cpu = resolve_device(config.trainer.device) == "cpu"
@@ -291,6 +290,19 @@ def _require_served(config: PPOConfig, model: PretrainedConfig, what: str) -> No
         raise ConfigError(
             f"{what} is computed in bfloat16 alone by vLLM on CPUs: set actor_rollout_ref.rollout.dtype=bfloat16, or "
             "actor_rollout_ref.rollout.name=hf"
+        )
+
+
+def _require_tried_tower(model: PretrainedConfig, what: str) -> None:
+    """LLaVA's may be of any kind, and transformers joins the states of several of its layers."""
+    tower, layers = model.vision_config.model_type, model.vision_feature_layer
+    tried = ("clip_vision_model", "pixtral") if model.model_type == "llava" else ("clip_vision_model",)
+    if tower not in tried:
+        raise ConfigError(f"{what} has a tower of {tower}, with which vLLM has not been tried: set rollout.name=hf")
+    if not isinstance(layers, int):
+        raise ConfigError(
+            f"{what} has vision_feature_layer={layers} in its config.json, and vLLM takes the states of one layer "
+            "alone: set actor_rollout_ref.rollout.name=hf"
         )
 
 

@@ -156,7 +156,7 @@ def _seeing(kind: str) -> str:
     needs = ["`language_model_only=false`"] if kind in WRAPPERS else []
     needs += ["torchvision for transformers' processor"] if kind in NEED_TORCHVISION else []
     needs += ["num2words"] if kind == "smolvlm" else []
-    needs += ["in vLLM, a tower of CLIP or Pixtral"] if kind == "llava" else []
+    needs += ["in vLLM, a tower of CLIP, SigLIP or Pixtral"] if kind == "llava" else []
     return f"| `{kind}` | {packed} | right | {fsdp} | right | {vllm} | {', '.join(needs)} |\n"
 
 

@@ -92,9 +92,9 @@ def test_a_tower_of_another_kind_is_not_served_by_vllm(tmp_path: Path, monkeypat
     require_sight(load_config(asked))
     file = model / "config.json"
     before = json.loads(file.read_text())
-    tower = before["vision_config"] | {"model_type": "siglip_vision_model"}
+    tower = before["vision_config"] | {"model_type": "dinov2"}
     for other, said in (
-        ({"vision_config": tower}, "llava, which sees, has a tower of siglip_vision_model, with which vLLM has not"),
+        ({"vision_config": tower}, "llava, which sees, has a tower of dinov2, with which vLLM has not"),
         ({"vision_feature_layer": [-2, -1]}, "has vision_feature_layer=.-2, -1. in its config.json, and vLLM takes"),
     ):
         file.write_text(json.dumps(before | other))

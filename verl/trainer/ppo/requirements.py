@@ -296,8 +296,8 @@ def _require_served(config: PPOConfig, model: PretrainedConfig, what: str) -> No
 def _require_tried_tower(model: PretrainedConfig, what: str) -> None:
     """LLaVA's may be of any kind, and transformers joins the states of several of its layers."""
     tower, layers = model.vision_config.model_type, model.vision_feature_layer
-    tried = ("clip_vision_model", "pixtral") if model.model_type == "llava" else ("clip_vision_model",)
-    if tower not in tried:
+    tried = ("pixtral", "siglip_vision_model") if model.model_type == "llava" else ()
+    if tower not in ("clip_vision_model", *tried):
         raise ConfigError(f"{what} has a tower of {tower}, with which vLLM has not been tried: set rollout.name=hf")
     if not isinstance(layers, int):
         raise ConfigError(

@@ -43,6 +43,7 @@ from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.trainer.ppo.generation import joined
+from verl.utils.builtin import make_tiny_model
 from verl.utils.builtin.seeing import ARCHITECTURES, make_tiny_seeing_model
 from verl.utils.dataset import PromptLoader, RLHFDataset
 from verl.utils.language_model import PARTLY_COMPUTED
@@ -405,6 +406,12 @@ def test_a_generated_token_for_pictures_is_text(ranks: Any, one_model: Path, tmp
     (found, _) = ranks.run(log_probs, 1, twin, data, WHOLE, {})[0]
     compared = [0, 2, 3]  # the token itself has another probability than its twin
     torch.testing.assert_close(found[:, compared], expected[:, compared], atol=1e-4, rtol=0.0)
+
+
+def test_a_model_that_reads_text_does_not_leave_out_pictures(ranks: Any, one_model: Path, tmp_path: Path) -> None:
+    data, text = batch_of(one_model, tmp_path), make_tiny_model(tmp_path / "text", "qwen2")
+    with pytest.raises(Exception, match="samples have pictures, and .* is trained on text alone"):
+        ranks.run(log_probs, 1, text, data, WHOLE, {})
 
 
 def test_dynamic_micro_batches_count_the_tokens_of_pictures(one_model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 MODULE = "tests.e2e.dying_ranks"
 """For `actor_rollout_ref.model.external_lib`."""
 DIRECTORY = "faults"
+FROM_MEMORY = r"(?:0, from the beginning|\d, from memory)"
+"""Where trainer ranks go on. The beginning's state may not be in memory yet when they die in the first step."""
 LOG_PROBS, UPDATE, PUBLISH, SAVE, REMEMBER, WRITE = (
     "compute_log_prob",
     "train_mini_batch",

@@ -206,7 +206,8 @@ def test_deaths_of_ranks_in_every_phase_change_nothing(undisturbed, files, tmp_p
     for told in died.restarts:
         assert re.fullmatch(
             r"trainer rank \d \(pid \d+ on .*\) died.*; engines, agent loops, reward workers, rollouter and queue are "
-            r"kept; the trainer goes on after step \d, from memory, after \d+\.\d s \(noticed \d.*, state \d+\.\d\)",
+            rf"kept; the trainer goes on after step {faults.FROM_MEMORY}, after \d+\.\d s \(noticed \d.*, "
+            r"state \d+\.\d\)",
             told,
         )
     committed = [version for version, _, outcome in died.reports if outcome == "committed"]

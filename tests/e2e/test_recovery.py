@@ -100,7 +100,7 @@ def test_deaths_in_every_phase_change_nothing_when_the_state_is_in_memory(undist
     for told in died.restarts:
         assert re.fullmatch(
             r"trainer rank \d \(pid \d+ on .*\) died.*; engines, agent loops and reward workers are kept; "
-            r"the trainer goes on after step \d, from memory, after \d+\.\d s \(noticed \d.*, state \d+\.\d\)",
+            rf"the trainer goes on after step {faults.FROM_MEMORY}, after \d+\.\d s \(noticed \d.*, state \d+\.\d\)",
             told,
         )
     committed = [(version, attempt) for version, attempt, outcome in died.reports if outcome == "committed"]

@@ -18,6 +18,7 @@ from verl.checkpoint_engine.support.registry import require_methods
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.rollout_node import RolloutNode
 from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
+from verl.experimental.agent_loop.agent_program import close_programs
 from verl.experimental.agent_loop.registry import constructor_arguments, known_loops, loop_factory
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
@@ -416,7 +417,9 @@ async def test_the_tool_answers_the_calls_of_the_tool_agent():
 # ---- any_agent/
 
 
-@pytest.mark.parametrize(("name", "said", "turns"), [("function", ["41", "42"], 4), ("program", ["42"], 2)])
+@pytest.mark.parametrize(
+    ("name", "said", "turns"), [("function", ["41", "42"], 4), ("program", ["42"], 2), ("server", ["42"], 2)]
+)
 async def test_an_agent_of_the_openai_client_is_trained_on_what_the_policy_said(
     name: str, said: list[str], turns: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -430,4 +433,6 @@ async def test_an_agent_of_the_openai_client_is_trained_on_what_the_policy_said(
     trained = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
     assert tokenizer.decode(trained) == "".join(f"{text}<|end|>" for text in said)
     assert output.num_turns == turns
-    assert output.extra_fields == ({"agent_output": "42\n"} if name == "program" else {})
+    told = {"program": {"agent_output": "42\n"}, "server": {"agent_output": "42"}}
+    assert output.extra_fields == told.get(name, {})
+    await close_programs()

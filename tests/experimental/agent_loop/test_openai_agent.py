@@ -16,7 +16,7 @@ import pytest
 
 from tests.experimental.agent_loop.scripted_manager import ScriptedManager
 from tests.experimental.agent_loop.templates import FAMILIES, QWEN, tokenizer_of
-from verl.experimental.agent_loop import AgentLoopError, ToolAgentLoop
+from verl.experimental.agent_loop import AgentLoopError, ToolAgentLoop, agent_program
 from verl.experimental.agent_loop import openai_agent as module
 from verl.experimental.agent_loop.base import DictConfigWrap
 from verl.experimental.agent_loop.errors import AgentCodeError, PromptTooLong
@@ -399,16 +399,103 @@ def test_a_program_that_fails_is_named_and_leaves_nothing(tmp_path):
         psutil.Process(child).wait(timeout=60)
 
 
+SERVER = """
+import json, sys, threading, urllib.request
+
+def answer(asked):
+    headers = {"Authorization": "Bearer " + asked["api_key"], "Content-Type": "application/json"}
+    body = json.dumps({"model": "m", "messages": asked["sample"]["messages"]}).encode()
+    request = urllib.request.Request(asked["base_url"] + "/chat/completions", body, headers)
+    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    print(json.dumps({"id": asked["id"], "result": {"score": float(said)}}), flush=True)
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("cancel"):
+        print("cancelled", file=sys.stderr)
+        sys.exit(7)
+    elif asked["sample"]["do"] == "answer":
+        threading.Thread(target=answer, args=[asked]).start()
+    elif asked["sample"]["do"] == "fail":
+        print(json.dumps({"id": asked["id"], "error": "the sandbox is gone"}), flush=True)
+    elif asked["sample"]["do"] == "chatter":
+        print("Loading ...", flush=True)
+    elif asked["sample"]["do"] == "die":
+        print("out of memory", file=sys.stderr)
+        sys.exit(3)
+"""
+
+
+@pytest.fixture
+def served(tmp_path):
+    """What agents of one program come to that do as they are told, in the order of their end."""
+    (tmp_path / "server.py").write_text(SERVER)
+    tokenizer, config = build_tokenizer(), config_of()
+
+    def all_of(*told, timeout_s=600.0):
+        manager = ScriptedManager(tokenizer, *map(str, range(9)))
+
+        async def one(do):
+            loop = OpenAIAgentLoop(
+                trainer_config=DictConfigWrap(config),
+                server_manager=manager,
+                tokenizer=tokenizer,
+                server=f"{{python}} {tmp_path}/server.py",
+                timeout_s=timeout_s,
+            )
+            return (await loop.run(SamplingOptions(max_tokens=99).as_dict(), raw_prompt=PROMPT, do=do)).reward_score
+
+        async def run_all():
+            try:
+                return [await asyncio.gather(*map(one, group), return_exceptions=True) for group in told]
+            finally:
+                await agent_program.close_programs()
+
+        return asyncio.run(run_all())
+
+    return all_of
+
+
+def test_one_program_runs_the_agents_of_many_samples_at_once(served):
+    (scores,) = served(["answer"] * 5)
+    assert sorted(scores) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_error_of_a_programs_agent_is_of_its_sample_alone(served):
+    ((failed, score),) = served(["fail", "answer"])
+    assert "the sandbox is gone" in str(failed)
+    assert score == 0.0
+
+
+def test_a_program_that_ends_is_named_and_starts_again_for_the_next_sample(served):
+    (died, scores) = served(["die"], ["answer"])
+    assert "server.py' ended with exit code 3: out of memory" in str(died[0])
+    assert scores == [0.0]
+
+
+def test_a_program_that_prints_something_else_is_named(served):
+    ((failed,),) = served(["chatter"])
+    assert "answered what is no line of the protocol" in str(failed)
+
+
+def test_a_program_is_told_when_a_sample_is_over(served, capsys):
+    ((late,),) = served(["wait"], timeout_s=2.0)
+    assert "did not end within timeout_s=2" in str(late)
+    assert capsys.readouterr().err == "cancelled\n"
+
+
 BAD_OPTIONS = {
-    "needs agent": {},
-    "one of both": {"agent": "a:b", "command": "x"},
+    "needs one of agent": {},
+    "not \\['agent', 'command'\\]": {"agent": "a:b", "command": "x"},
+    "there is no program nowhere": {"server": "nowhere agent.py"},
+    "command='a \"b' is not a command line": {"command": 'a "b'},
     "no function 'missing'": {"agent": f"{HERE}:missing"},
     "cannot take \\(access, sample\\)": {"agent": f"{HERE}:client_of"},
-    "timeout_s=0 is not a positive": {"command": "x", "timeout_s": 0},
-    "conversations='all' is none of one, last": {"command": "x", "conversations": "all"},
-    "on_failure='skip' is none of raise, zero": {"command": "x", "on_failure": "skip"},
+    "timeout_s=0 is not a positive": {"command": "sh", "timeout_s": 0},
+    "conversations='all' is none of one, last": {"command": "sh", "conversations": "all"},
+    "on_failure='skip' is none of raise, zero": {"command": "sh", "on_failure": "skip"},
     "command='' is not a command line": {"command": ""},
-    "unknown 'timeout'": {"command": "x", "timeout": 3},
+    "unknown 'timeout'": {"command": "sh", "timeout": 3},
 }
 
 

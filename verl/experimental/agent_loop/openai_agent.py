@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import json
 import logging
 import math
-import os
-import shlex
-import signal
-import sys
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from verl.envs import of_a_program
+from verl.experimental.agent_loop.agent_program import MOST_OUTPUT, program, run_once, words
 from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.errors import AgentCodeError
 from verl.experimental.agent_loop.openai_endpoint import ModelAccess, endpoint
@@ -33,8 +28,6 @@ Agent = Callable[[ModelAccess, Mapping[str, Any]], Any]
 
 CONVERSATIONS = ("one", "last")
 ON_FAILURE = ("raise", "zero")
-MOST_OUTPUT = 2**16
-"""Characters of a command's output that are kept."""
 
 logger = logging.getLogger(__name__)
 _threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="agent")
@@ -52,16 +45,19 @@ class OpenAIAgentLoop(AgentLoopBase):
         *,
         agent: str | None = None,
         command: str | None = None,
+        server: str | None = None,
         timeout_s: float = 600.0,
         conversations: str = "one",
         on_failure: str = "raise",
         **kwargs: Any,
     ) -> None:
         """`agent` is "module:function" or "file.py:function", called as `function(access, sample)`; it may be async.
-        `command` is a program instead. See `check_options` for the others, and docs/how-to/train-any-agent.md."""
+        `command` is a program instead, and `server` one for all samples of a worker (see `AgentProgram`). The others
+        are explained in docs/how-to/train-any-agent.md."""
         super().__init__(**kwargs)
         self.agent = agent
         self.command = command
+        self.server = server
         self.timeout_s = timeout_s
         self.conversations = conversations
         self.on_failure = on_failure
@@ -114,35 +110,15 @@ class OpenAIAgentLoop(AgentLoopBase):
 
     async def _work(self, access: ModelAccess, sample: Mapping[str, Any]) -> Any:
         if self.command is not None:
-            return await _run_command(self.command, access, sample)
+            return await run_once(self.command, access, sample)
+        if self.server is not None:
+            return await program(self.server).result(access, sample)
         assert self.agent is not None
         agent = _function(self.agent, "agent")
         if inspect.iscoroutinefunction(agent):
             return await agent(access, sample)
         result = await asyncio.get_running_loop().run_in_executor(_threads, agent, access, sample)
         return await result if isinstance(result, Awaitable) else result
-
-
-async def _run_command(command: str, access: ModelAccess, sample: Mapping[str, Any]) -> str:
-    """Its output. The sample is JSON on its stdin. Raises AgentCodeError if it fails; nothing of it survives."""
-    process = await asyncio.create_subprocess_exec(
-        *shlex.split(command.replace("{python}", sys.executable)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=of_a_program(access.environment),
-        start_new_session=True,
-    )
-    try:
-        out, err = await process.communicate(json.dumps(sample).encode())
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    if process.returncode:
-        last = (err.decode(errors="replace").strip().splitlines() or ["it wrote nothing to stderr"])[-1]
-        raise AgentCodeError(f"{command!r} ended with exit code {process.returncode}: {last}")
-    return out.decode(errors="replace")[-MOST_OUTPUT:]
 
 
 def _function(target: str, where: str) -> Agent:
@@ -153,6 +129,18 @@ def _function(target: str, where: str) -> Agent:
     except TypeError as exc:
         raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot take (access, sample): {exc}") from exc
     return found
+
+
+def _require_program(command: Any, where: str) -> None:
+    """Raises ConfigError unless it can be started here; workers are on other hosts, perhaps, with the same files."""
+    try:
+        found = words(command) if isinstance(command, str) else []
+    except ValueError as exc:
+        raise ConfigError(f"{where}={command!r} is not a command line: {exc}") from exc
+    if not found:
+        raise ConfigError(f"{where}={command!r} is not a command line")
+    if shutil.which(found[0]) is None:
+        raise ConfigError(f"{where}={command!r}: there is no program {found[0]}")
 
 
 def _scored(output: AgentLoopOutput, result: Any) -> AgentLoopOutput:
@@ -176,17 +164,20 @@ def _check(
     *,
     agent: Any = None,
     command: Any = None,
+    server: Any = None,
     timeout_s: Any = 600.0,
     conversations: Any = "one",
     on_failure: Any = "raise",
 ) -> None:
     """Raises ConfigError for options that `OpenAIAgentLoop.run` could not use."""
-    if (agent is None) == (command is None):
-        raise ConfigError(f"{where} needs agent (a function) or command (a program), one of both")
+    given = {"agent": agent, "command": command, "server": server}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) != 1:
+        raise ConfigError(f"{where} needs one of agent (a function), command and server (programs), not {chosen}")
     if agent is not None:
         _function(str(agent), where)
-    elif not isinstance(command, str) or not command.split():
-        raise ConfigError(f"{where}: command={command!r} is not a command line")
+    else:
+        _require_program(given[chosen[0]], f"{where}: {chosen[0]}")
     if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
         raise ConfigError(f"{where}: timeout_s={timeout_s!r} is not a positive number of seconds")
     for name, value, known in (

@@ -169,6 +169,58 @@ def test_a_client_that_repeats_a_request_gets_the_same_answer():
     assert run(agent, "once", "twice").metrics["agent_calls"] == 1
 
 
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_client_that_went_before_it_had_its_answer_may_ask_again(turn):
+    class HangsOnce(ScriptedManager):
+        """In one turn, until its client has gone."""
+
+        async def generate(self, *args, **kwargs):
+            if len(self.prompts) + 1 == turn and not gone:
+                gone.append(True)
+                asked.set()
+                await asyncio.Event().wait()
+            return await super().generate(*args, **kwargs)
+
+    async def agent(access, sample):
+        messages = [*sample["messages"]]
+        for number in (1, 2):
+            if number == turn:
+                first = asyncio.create_task(ask(access, messages))
+                await asked.wait()
+                first.cancel()
+            await say(access, messages)
+            messages.append({"role": "user", "content": "sure?"})
+
+    gone, asked, tokenizer = [], asyncio.Event(), build_tokenizer()
+    found = run(agent, tokenizer=tokenizer, manager=HangsOnce(tokenizer, "one", "two"))
+    gone = [True]
+    asked.set()
+    expected = run(agent, tokenizer=tokenizer, manager=HangsOnce(tokenizer, "one", "two"))
+    assert (found.response_ids, found.response_mask) == (expected.response_ids, expected.response_mask)
+    assert found.prompt_ids == expected.prompt_ids
+
+
+def test_an_answer_that_nobody_got_is_not_taken_for_an_empty_message():
+    """The chat template would write one between the two messages of the user."""
+
+    class HangsOnce(ScriptedManager):
+        async def generate(self, *args, **kwargs):
+            if not asked.is_set():
+                asked.set()
+                await asyncio.Event().wait()
+            return await super().generate(*args, **kwargs)
+
+    async def agent(access, sample):
+        first = asyncio.create_task(ask(access, sample["messages"]))
+        await asked.wait()
+        first.cancel()
+        await ask(access, [*sample["messages"], {"role": "user", "content": "hurry"}])
+
+    asked, tokenizer = asyncio.Event(), build_tokenizer()
+    with pytest.raises(AgentLoopError, match="second conversation .the first one waits for an answer"):
+        run(agent, tokenizer=tokenizer, manager=HangsOnce(tokenizer, "one", "two"))
+
+
 def test_a_conversation_without_room_ends_whatever_the_agent_makes_of_it():
     async def agent(access, sample):
         messages = [*sample["messages"]]

@@ -42,18 +42,26 @@ class Conversation:
     """The last one."""
     num_turns: int = 1
     stop_reason: StopReason = "length"
-    busy: bool = False
+    is_answered: bool = False
+    """Whether the last message is the policy's; a client may have gone before it had its answer."""
+    under_way: asyncio.Task[Any] | None = None
+    """The request that waits for an answer."""
 
     def has_begun(self, asked: Asked) -> bool:
-        """Whether `asked` adds messages of others to all that are here."""
+        """Whether `asked` adds messages of others to the last answer, or asks once more for one that nobody got."""
         more = asked.messages[len(self.messages) :]
         return (
-            not self.busy
+            self.under_way is None
             and self.asked.tools == asked.tools
             and self._are_mine(asked.messages[: len(self.messages)])
-            and bool(more)
+            and bool(more) == self.is_answered
             and all(message.role != "assistant" for message in more)
         )
+
+    def is_before(self, asked: Asked) -> bool:
+        """Whether `asked` may follow the request under way, or repeat it because its client has gone."""
+        mine = self._are_mine(asked.messages[: len(self.messages)])
+        return self.asked.tools == asked.tools and mine
 
     def has_answered(self, asked: Asked) -> bool:
         """Whether the last answer is one to `asked`."""
@@ -64,7 +72,7 @@ class Conversation:
         """Why `asked` does not follow."""
         if self.asked.tools != asked.tools:
             return "it has other tools"
-        if self.busy:
+        if self.under_way is not None or not self.is_answered:
             return "the first one waits for an answer"
         for number, message in enumerate(self.messages):
             if number >= len(asked.messages):
@@ -127,17 +135,20 @@ class Session:
             raise Refused(str(exc), status=500) from exc
 
     async def _answer(self, asked: Asked) -> Answer:
+        for one in self._conversations:
+            if one.under_way is not None and one.is_before(asked):
+                await asyncio.wait([one.under_way])
         if asked.is_retry and self.last is not None and self.last.answer is not None and self.last.has_answered(asked):
             return self.last.answer
         conversation = next((one for one in self._conversations if one.has_begun(asked)), None)
         if conversation is None:
             conversation = await self._begin(asked)
-        conversation.busy = True
+        conversation.under_way = asyncio.current_task()
         try:
             await self._add(conversation, asked.messages[len(conversation.messages) :])
             return await self._next(conversation, asked.max_tokens)
         finally:
-            conversation.busy = False
+            conversation.under_way = None
 
     async def _begin(self, asked: Asked) -> Conversation:
         if self._conversations and not self._last_alone:
@@ -174,6 +185,7 @@ class Session:
             )
         response.add_inserted(token_ids)
         conversation.messages += more
+        conversation.is_answered = False
         conversation.num_turns += 1
 
     async def _written(self, tokens: Any) -> list[int]:
@@ -212,7 +224,7 @@ class Session:
         conversation.without_reasoning[len(conversation.messages)] = self._without_reasoning(content)
         asked_for = tuple((call.name, canonical(call.arguments)) for call in calls)
         conversation.messages.append(Message("assistant", content, asked_for))
-        conversation.said, conversation.answer = output.token_ids, answer
+        conversation.said, conversation.answer, conversation.is_answered = output.token_ids, answer, True
         conversation.num_turns += 1
         conversation.stop_reason = output.stop_reason
         self.last = conversation

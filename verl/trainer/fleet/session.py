@@ -43,8 +43,10 @@ OF_RAYLET = GCS_MISSED | {"worker_niceness": 0}
 """By default workers have niceness 15: beside one other busy process a core leaves them a thirtieth of its time, and
 ranks and engines miss the deadlines of their start."""
 
-ATTEMPTS = 3
-"""To start a Ray of this job alone."""
+ATTEMPTS = 6
+"""To start a Ray of this job alone. Its raylet ends if an agent has not written its port after 15 s, which cannot be
+changed (https://github.com/ray-project/ray/issues/65983). Beside other starts on a busy machine the imports of an agent
+take longer; a minute or two later they do not."""
 _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
 

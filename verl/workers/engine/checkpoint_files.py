@@ -30,6 +30,8 @@ from verl.utils.file_digests import damaged, write_digests
 
 METADATA_FILE = ".metadata"
 """Written last by torch DCP: its presence shows that the checkpoint is complete."""
+LONGEST_REASON = 2_000
+"""Characters of another error in ours: two paths and more."""
 _DCP = "torch.distributed.checkpoint"
 _DATA = {
     *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata")),
@@ -236,4 +238,4 @@ def _copied(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
 
 
 def _one_line(exc: BaseException) -> str:
-    return (str(exc).splitlines() or [type(exc).__name__])[0][:200]
+    return (str(exc).splitlines() or [type(exc).__name__])[0][:LONGEST_REASON]

@@ -28,10 +28,12 @@ async def main() -> None:
     running: dict[int, asyncio.Task[None]] = {}
     while line := await lines.readline():
         asked = json.loads(line)
-        if asked.get("cancel"):
-            running[asked["id"]].cancel()
-        else:
-            running[asked["id"]] = asyncio.create_task(answer(asked))
+        number = asked["id"]
+        if not asked.get("cancel"):
+            running[number] = asyncio.create_task(answer(asked))
+            running[number].add_done_callback(lambda _, number=number: running.pop(number))
+        elif number in running:  # it may have ended meanwhile
+            running[number].cancel()
 
 
 asyncio.run(main())

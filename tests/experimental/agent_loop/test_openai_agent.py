@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import sys
 
 import httpx
 import openai
@@ -73,6 +74,10 @@ def run(does, *texts, tokenizer=None, overrides=(), budget=20_000, manager=None,
 
 async def the_agent(access, sample):
     return await the_agent.does(access, sample)
+
+
+def the_blocking_agent(access, sample):
+    return the_blocking_agent.does(access, sample)
 
 
 @pytest.fixture(scope="module")
@@ -373,6 +378,19 @@ def test_a_failure_of_the_agent_is_named_or_gets_the_reward_zero(after, with_log
     assert (output.response_logprobs is None) == (not with_log_probs)
 
 
+def test_an_agent_that_ends_the_process_ends_its_sample_alone():
+    def agent(access, sample):
+        sys.exit("usage: agent.py")
+
+    async def awaited(access, sample):
+        return agent(access, sample)
+
+    the_blocking_agent.does = agent
+    for how in ({"does": awaited}, {"does": None, "agent": f"{HERE}:the_blocking_agent"}):
+        with pytest.raises(AgentCodeError, match="the agent failed: SystemExit: usage: agent.py"):
+            run(**how)
+
+
 def test_an_agent_that_hangs_ends_at_its_deadline_and_its_request_is_cancelled():
     cancelled = []
 
@@ -472,6 +490,10 @@ for line in sys.stdin:
         print(json.dumps({"id": asked["id"], "error": "the sandbox is gone"}), flush=True)
     elif asked["sample"]["do"] == "chatter":
         print("Loading ...", flush=True)
+    elif asked["sample"]["do"] == "hang":
+        threading.Event().wait()
+    elif asked["sample"]["do"] == "babble":
+        print(json.dumps({"id": [], "result": 1}), flush=True)
     elif asked["sample"]["do"] == "die":
         print("out of memory", file=sys.stderr)
         sys.exit(3)
@@ -526,8 +548,14 @@ def test_a_program_that_ends_is_named_and_starts_again_for_the_next_sample(serve
 
 
 def test_a_program_that_prints_something_else_is_named(served):
-    ((failed,),) = served(["chatter"])
-    assert "answered what is no line of the protocol" in str(failed)
+    for (failed,) in served(["chatter"], ["babble"]):
+        assert "answered what is no line of the protocol" in str(failed)
+
+
+def test_a_program_that_reads_nothing_holds_no_sample_beyond_its_deadline(served):
+    """Also where its pipe is full."""
+    ((*late,),) = served(["hang" if not number else " " * number * 2**20 for number in range(3)], timeout_s=3.0)
+    assert all("did not end within timeout_s=3" in str(each) for each in late)
 
 
 def test_a_program_is_told_when_a_sample_is_over(served, capsys):

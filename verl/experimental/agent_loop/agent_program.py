@@ -53,6 +53,8 @@ class AgentProgram:
     def __init__(self, command: str) -> None:
         self._command = command
         self._process: asyncio.subprocess.Process | None = None
+        self._stdin: asyncio.StreamWriter | None = None
+        """Of the last process."""
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -68,10 +70,12 @@ class AgentProgram:
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             place = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
-            await self._tell({"id": number, **place, "sample": sample})
+            stdin = self._tell({"id": number, **place, "sample": sample})
+            with contextlib.suppress(ConnectionError):  # `_answers` sees its end, too
+                await stdin.drain()
             return await answer
         except asyncio.CancelledError:
-            await self._tell({"id": number, "cancel": True})
+            self._tell({"id": number, "cancel": True})  # without waiting: a program that hangs reads nothing
             raise
         finally:
             del self._asked[number]
@@ -90,15 +94,13 @@ class AgentProgram:
     async def _start(self) -> None:
         self._said.clear()
         process = self._process = await _started(self._command, {})
+        self._stdin = process.stdin
         self._reading = [asyncio.create_task(work) for work in (self._answers(process), self._errors(process))]
 
-    async def _tell(self, message: Mapping[str, Any]) -> None:
-        process = self._process
-        if process is not None:
-            assert process.stdin is not None
-            with contextlib.suppress(ConnectionError):  # `_answers` sees its end, too
-                process.stdin.write(json.dumps(message).encode() + b"\n")
-                await process.stdin.drain()
+    def _tell(self, message: Mapping[str, Any]) -> asyncio.StreamWriter:
+        assert self._stdin is not None
+        self._stdin.write(json.dumps(message).encode() + b"\n")
+        return self._stdin
 
     async def _answers(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -106,7 +108,7 @@ class AgentProgram:
         try:
             while line := await process.stdout.readline():
                 self._answer(line)
-        except ValueError as exc:  # of a line that is too long, too
+        except (ValueError, TypeError, RecursionError) as exc:  # of a line that is too long, too
             problem = f"answered what is no line of the protocol: {exc}"
         await _end(process)
         await self._reading[1]

@@ -182,12 +182,15 @@ class AgentLoopBase(ABC):
     async def text(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """The exact text of the tokens, special ones included: in some vocabularies `<tool_call>` and `<think>` are
         special."""
+        return await self.in_tokenizer_thread(lambda: self.decoded(token_ids, keep_special_tokens=keep_special_tokens))
+
+    def decoded(self, token_ids: Sequence[int], *, keep_special_tokens: bool = True) -> str:
+        """As `text`. Call it on the tokenizer's thread."""
         tokenizer: Any = self.tokenizer
-        return await self.in_tokenizer_thread(
-            lambda: tokenizer.decode(
-                token_ids, skip_special_tokens=not keep_special_tokens, clean_up_tokenization_spaces=False
-            )
+        text: str = tokenizer.decode(
+            token_ids, skip_special_tokens=not keep_special_tokens, clean_up_tokenization_spaces=False
         )
+        return text
 
     async def turns(self, tools: Sequence[Any] | None = None) -> Turns:
         """The chat template's text after a message of the policy. Call its methods on the tokenizer's thread."""

@@ -81,7 +81,9 @@ class OpenAIAgentLoop(AgentLoopBase):
             try:
                 async with asyncio.timeout(self.timeout_s):
                     result = await self._work(access, sample)
-            except Exception as exc:  # noqa: BLE001 - an agent raises what it likes
+            except AgentCodeError as exc:
+                failure = exc
+            except (Exception, SystemExit) as exc:  # noqa: BLE001 - an agent raises what it likes
                 late = isinstance(exc, TimeoutError) and time.monotonic() - started >= self.timeout_s
                 why = f"it did not end within timeout_s={self.timeout_s:g}" if late else f"{type(exc).__name__}: {exc}"
                 failure = AgentCodeError(f"the agent failed: {why}").with_traceback(exc.__traceback__)

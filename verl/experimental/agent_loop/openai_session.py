@@ -242,18 +242,13 @@ class Session:
         if tools:
             heard = said
             if self._multi_turn.ignore_calls_in_thinking:
-                decode = self._decoded
+                decode = self._loop.decoded
                 heard = await self._loop.in_tokenizer_thread(lambda: outside(said, context, self._reasoning, decode))
             schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
             content, calls = await self._parser.extract_tool_calls(list(heard), schemas)
             if calls:
                 return content, calls
         return await self._loop.text(said, keep_special_tokens=True), []
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        tokenizer: Any = self._loop.tokenizer
-        text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     def _without_reasoning(self, text: str) -> str:
         kept, done = "", 0

@@ -123,13 +123,8 @@ class ToolAgentLoop(AgentLoopBase):
     async def _calls(self, said: Sequence[int], context: Sequence[int]) -> list[ToolCall]:
         """In a message of the policy; `context` is all that it was written after."""
         if self.multi_turn.ignore_calls_in_thinking:
-            said = await in_tokenizer_thread(outside, said, context, self.reasoning, self._decoded)
+            said = await in_tokenizer_thread(outside, said, context, self.reasoning, self.decoded)
         return await self.parser.calls(said, self.shown_tools(self.config))
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        tokenizer: Any = self.tokenizer
-        text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     async def _replies(
         self, calls: Sequence[ToolCall], said: Sequence[int], agent_data: AgentData, partner: Partner | None

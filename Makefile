@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run models soak sglang vision mutants check test test-all lint style types imports docs wheels format lock clean distclean
+.PHONY: help install run models soak sglang vision environments mutants check test test-all lint style types imports docs wheels format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,7 +25,7 @@ run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=v
 test: install sglang vision ## the quick tests, and each capability once with its real parts
 	@$(PYTEST) --cells all -m "not job or once" $(ARGS)
 
-test-all: install sglang vision ## every test; of long matrices and jobs the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
+test-all: install sglang vision environments ## every test; of long matrices and jobs the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
 	@$(PYTEST) --cells today $(ARGS)
 
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
@@ -50,6 +50,16 @@ vision: install ## torchvision's Python part into .venv/vision, for tests of vLL
 	        --requirement requirements/vision.txt && \
 	    cat tests/torchvision_operators.py >>.venv/vision/torchvision/extension.py && touch .venv/vision/installed; } || \
 	    echo "torchvision cannot be installed; what it said is above. Tests of vLLM with pictures are skipped."
+
+# An interpreter of its own, which sees the environment's packages and has what they lack.
+environments: install ## the package verifiers into .venv/verifiers, for tests of its environments; without, they are skipped
+	@test requirements/verifiers.txt -ot .venv/verifiers/installed || { \
+	    rm -rf .venv/verifiers && $(BIN)/python -m venv --without-pip .venv/verifiers && \
+	    purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+	    site=$$(.venv/verifiers/bin/python -c "$$purelib") && $(BIN)/python -c "$$purelib" >"$$site/beside.pth" && \
+	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --target "$$site" \
+	        --requirement requirements/verifiers.txt && touch .venv/verifiers/installed; } || \
+	    echo "verifiers cannot be installed; what it said is above. Its tests are skipped."
 
 # Beside the environment as well, and without what Cosmic Ray itself needs for running tests.
 mutants: install ## which tests find which faults of a package, in 10 minutes: PACKAGE=verl/checkpoint_engine/plan; ARGS="--sample 50 --seed 1"

@@ -18,7 +18,7 @@ from collections import Counter
 import pytest
 
 MAKE_TEST = "not job or once"
-FIXTURES = {"ray_cluster", "warm", "ranks"}
+FIXTURES = {"ray_cluster", "warm", "ranks", "environments"}
 MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
     "tests/checkpoint_engine/conformance/test_verdicts.py",

@@ -34,6 +34,7 @@ SHOWN = {
     "warning: rollouter": "tests/e2e/test_fully_async_recovery.py",
     "warning: the driver": "tests/e2e/test_recovery.py",
     "warning: replica-0": "tests/workers/rollout/test_death.py",
+    "data/guess/train.parquet: ": "tests/experimental/agent_loop/test_verifiers.py",
     "distillation.": "keys, no output",
     "reward_model.": "keys, no output",
     "curl ": "against a server of vLLM",
@@ -55,7 +56,7 @@ class Printed:
         words = shlex.split(self.text, comments=True)
         while re.match(r"[A-Z_]+=", words[0]):
             words = words[1:]
-        program = re.sub(r"^\.venv(-docs)?/bin/", "", words[0])
+        program = re.sub(r"^\.venv(-\w+)?/bin/", "", words[0])
         return [program, *(word for word in words[1:] if not PLACEHOLDER.match(word))]
 
     @property
@@ -157,7 +158,7 @@ def _indented(text: str) -> str:
 def _of_lines(block: str) -> Iterator[str]:
     for line in re.sub(r"\\\n\s*", "", block).splitlines():
         command = _command(line)
-        program = re.sub(r"^([A-Z_]+=\S+ )*(\.venv(-docs)?/bin/)?", "", command).partition(" ")[0]
+        program = re.sub(r"^([A-Z_]+=\S+ )*(\.venv(-\w+)?/bin/)?", "", command).partition(" ")[0]
         is_known = program in PROGRAMS or program.startswith(FOLDERS)
         if not is_known or " " not in command or "<<" in command:
             continue

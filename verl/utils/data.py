@@ -3,6 +3,7 @@
     python -m verl.utils.data prepare gsm8k --from train.parquet --to data/gsm8k/train.parquet
     python -m verl.utils.data prepare math --from test.jsonl --split test --to data/math/test.parquet
     python -m verl.utils.data prepare geo3k --from train.parquet --to data/geo3k/train.parquet
+    python -m verl.utils.data prepare verifiers --environment NAME --to data/NAME
 
 `gsm8k` reads the columns question and answer, of which the truth is the number after the last `####`; `math` reads
 problem and solution, of which it is what the last `\\boxed{...}` holds; `geo3k` reads problem, answer and images.
@@ -12,15 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from verl.utils.config import ConfigError
 from verl.utils.dataset.files import Rows
 from verl.utils.dataset.seen import MARK
+from verl.utils.environments.samples import ENTRY_FILE, entry, environment_samples
+from verl.utils.environments.source import Source
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.gsm8k import extract_solution
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
@@ -166,7 +172,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     prepare = commands.add_parser("prepare", help="make a data file for training", description="Make a data file.")
-    prepare.add_argument("name", choices=RECIPES, help=f"the data set: {', '.join(RECIPES)}")
+    names = prepare.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name in RECIPES:
+        _add_recipe_options(names.add_parser(name, help=f"the data set {RECIPES[name].data_source}"))
+    what = "an environment of the package verifiers: its data, and its entry for agent_loop_config_path"
+    _add_environment_options(names.add_parser("verifiers", help=what, description=what))
+    return parser
+
+
+def _add_environment_options(prepare: argparse.ArgumentParser) -> None:
+    prepare.add_argument("--environment", required=True, metavar="NAME", help="as verifiers.load_environment takes it")
+    prepare.add_argument("--arguments", type=json.loads, default={}, metavar="JSON", help="those of the environment")
+    prepare.add_argument("--python", metavar="FILE", help="the interpreter that has it (default: this one)")
+    prepare.add_argument("--to", type=Path, metavar="DIR", help="of train.parquet, test.parquet and agents.yaml")
+    prepare.add_argument("--limit", type=int, default=1_000_000, metavar="N", help="samples of a split at most")
+    prepare.add_argument(
+        "--test-size",
+        type=int,
+        metavar="N",
+        help="samples to hold out if the environment has none for evaluation (default: a tenth, at most 100)",
+    )
+    prepare.add_argument("--force", action="store_true", help="replace files that are there")
+
+
+def _add_recipe_options(prepare: argparse.ArgumentParser) -> None:
     prepare.add_argument(
         "--from", dest="source", type=Path, required=True, metavar="FILE", help="a local parquet or JSON Lines file"
     )
@@ -178,7 +207,6 @@ def _parser() -> argparse.ArgumentParser:
         "--instruction", metavar="TEXT", help="text after every question, instead of the answer format of the rule"
     )
     prepare.add_argument("--force", action="store_true", help="replace a file that is there")
-    return parser
 
 
 def _check(source: Path, target: Path, *, force: bool) -> None:
@@ -193,6 +221,8 @@ def _check(source: Path, target: Path, *, force: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 2, with one line on stderr, for data that cannot be prepared."""
     options = _parser().parse_args(arguments)
+    if options.name == "verifiers":
+        return _prepare_environment(options)
     recipe = RECIPES[options.name]
     target: Path = options.to or Path("data", options.name, f"{options.split}.parquet")
     try:
@@ -207,6 +237,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.write(f"{target}: {len(samples)} samples of {recipe.data_source}\n")
     if count := unrewarded(recipe, samples):
         sys.stderr.write(f"warning: the rule gives no full reward to {count} of the data set's own solutions\n")
+    return 0
+
+
+def _check_absent(paths: Sequence[Path], *, force: bool) -> None:
+    for path in paths:
+        if path.exists() and not force:
+            raise ConfigError(f"{path} is there; --force replaces it")
+
+
+def _prepare_environment(options: argparse.Namespace) -> int:
+    """As `main`."""
+    folder: Path = options.to or Path("data", options.environment.split("/")[-1])
+    try:
+        python = options.python and os.path.abspath(Path(options.python).expanduser())
+        source = Source.of(
+            "prepare", environment=options.environment, arguments=options.arguments, python=python or None
+        )
+        found = {split: folder / f"{split}.parquet" for split in ("train", "test")}
+        _check_absent((*found.values(), folder / ENTRY_FILE), force=options.force)
+        source.check("prepare")
+        samples = environment_samples(source, options.limit, options.test_size)
+        for split, path in found.items():
+            write(samples[split], path)
+        (folder / ENTRY_FILE).write_text(yaml.safe_dump([entry(source)], sort_keys=False), "utf-8")
+    except (ConfigError, OSError) as exc:
+        sys.stderr.write(f"error: {exc}\n")
+        return 2
+    for split, path in found.items():
+        sys.stdout.write(f"{path}: {len(samples[split])} samples of {source.environment}\n")
+    sys.stdout.write(f"{folder / ENTRY_FILE}: its agent loop {source.loop_name!r}\n")
     return 0
 
 

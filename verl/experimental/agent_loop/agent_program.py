@@ -13,7 +13,10 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
+
+import psutil
 
 from verl.envs import of_a_program
 from verl.experimental.agent_loop.errors import AgentCodeError
@@ -52,6 +55,8 @@ class AgentProgram:
 
     def __init__(self, command: str) -> None:
         self._command = command
+        self._mark = {"VERL_AGENT_PROGRAM": uuid4().hex}
+        """In the environment of all that it starts, in whatever session."""
         self._process: asyncio.subprocess.Process | None = None
         self._stdin: asyncio.StreamWriter | None = None
         """Of the last process."""
@@ -88,14 +93,19 @@ class AgentProgram:
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), END_WITHIN_S)
-        await _end(process)
+        await self._end(process)
         await asyncio.gather(*self._reading)
 
     async def _start(self) -> None:
         self._said.clear()
-        process = self._process = await _started(self._command, {})
+        process = self._process = await _started(self._command, self._mark)
         self._stdin = process.stdin
         self._reading = [asyncio.create_task(work) for work in (self._answers(process), self._errors(process))]
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        _kill_group(process)
+        await asyncio.to_thread(_kill_marked, self._mark)
+        await process.wait()  # and for its pipes, which others may have inherited
 
     def _tell(self, message: Mapping[str, Any]) -> asyncio.StreamWriter:
         assert self._stdin is not None
@@ -110,7 +120,7 @@ class AgentProgram:
                 self._answer(line)
         except (ValueError, TypeError, RecursionError) as exc:  # of a line that is too long, too
             problem = f"answered what is no line of the protocol: {exc}"
-        await _end(process)
+        await self._end(process)
         await self._reading[1]
         self._process = None
         why = problem or f"ended with exit code {process.returncode}: {_last(list(self._said))}"
@@ -178,9 +188,21 @@ async def _started(command: str, variables: Mapping[str, str]) -> asyncio.subpro
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """With all that it started."""
+    _kill_group(process)
+    await process.wait()
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+
+
+def _kill_marked(mark: Mapping[str, str]) -> None:
+    """What the program started in sessions of their own, which its group does not hold."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if mark.items() <= process.environ().items():
+                process.kill()
 
 
 def _last(lines: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 AgentLoopError           one sample failed; names it and its loop; the cause is what went wrong
 ├── AgentCodeError       in code of the user's own: the loop, or an interaction
+│   └── AgentSetupError  no sample could be run like that; the run ends whatever `on_failure` says
 ├── PromptTooLong        a prompt has more tokens than data.max_prompt_length and data.truncation=error
 └── AgentLoopTimeout     workers did not finish a batch in time; names them
 
@@ -19,6 +20,10 @@ class AgentLoopError(Exception):
 
 
 class AgentCodeError(AgentLoopError, UserCodeError):
+    pass
+
+
+class AgentSetupError(AgentCodeError):
     pass
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_program import MOST_OUTPUT, program, run_once, words
 from verl.experimental.agent_loop.base import AgentLoopBase
-from verl.experimental.agent_loop.errors import AgentCodeError
+from verl.experimental.agent_loop.errors import AgentCodeError, AgentSetupError
 from verl.experimental.agent_loop.openai_endpoint import ModelAccess, endpoint
 from verl.experimental.agent_loop.openai_session import Session
 from verl.experimental.agent_loop.output import AgentLoopOutput
@@ -93,8 +93,8 @@ class OpenAIAgentLoop(AgentLoopBase):
             failure = None
         if session.last is None:
             failure = failure or AgentCodeError("the agent ended without an answer of the model")
-        if failure is not None and self.on_failure == "raise":
-            raise failure
+        if failure is not None:
+            self._raise_unless_zero(failure)
         seconds = time.monotonic() - started
         metrics = {"generate_s": session.generate_s, "agent_s": seconds - session.generate_s}
         metrics |= {"agent_calls": float(session.num_calls), "agent_failed": float(failure is not None)}
@@ -105,9 +105,21 @@ class OpenAIAgentLoop(AgentLoopBase):
             stop_reason="length" if session.is_full else last.stop_reason,
             metrics=metrics,
         )
-        if failure is not None:
-            logger.warning("its conversation gets the reward 0: %s", failure)
-            return replace(output, reward_score=0.0)
+        if failure is None:
+            try:
+                return self._scored(output, result)
+            except AgentCodeError as exc:
+                failure = exc
+        self._raise_unless_zero(failure)
+        logger.warning("its conversation gets the reward 0: %s", failure)
+        return replace(output, reward_score=0.0, metrics={**output.numbers, "agent_failed": 1.0})
+
+    def _raise_unless_zero(self, failure: AgentCodeError) -> None:
+        if self.on_failure == "raise" or isinstance(failure, AgentSetupError):
+            raise failure
+
+    def _scored(self, output: AgentLoopOutput, result: Any) -> AgentLoopOutput:
+        """With what `_work` returned. Raises AgentCodeError."""
         return _scored(output, result)
 
     async def _work(self, access: ModelAccess, sample: Mapping[str, Any]) -> Any:

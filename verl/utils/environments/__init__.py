@@ -1,0 +1,1 @@
+"""Environments that are packages of others, in an interpreter of their own."""

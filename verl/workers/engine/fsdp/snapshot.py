@@ -29,6 +29,7 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         f"optimizer.{index}.{kind}": _local(value)
         for index, parameter in _stepped(optimizer)
         for kind, value in optimizer.state[parameter].items()
+        if _local(value).numel()
     }
 
 
@@ -48,7 +49,7 @@ def places_of_moments(optimizer: torch.optim.Optimizer, model: nn.Module, shardi
     for index, parameter in _stepped(optimizer):
         name = names[id(parameter)]
         for kind, value in optimizer.state[parameter].items():
-            if kind != "step":
+            if kind != "step" and _local(value).numel():
                 within = _within(_local(value), held[name].parts)
                 found[f"optimizer.{index}.{kind}"] = [
                     Place(f"optimizer.{kind}.{name}", part.box, inner)
@@ -63,10 +64,13 @@ def _changing(model: nn.Module, sharding: Sharding) -> Iterator[tuple[str, HeldT
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
-    """Those of which this rank has something, by their number among all."""
+    """Those that AdamW steps on this rank, by their number among all.
+
+    FSDP2's have a number of steps where the rank has no element of them, too: a checkpoint takes it from any rank.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        if not _local(parameter).numel():  # FSDP1: this rank has none of it
+        if not parameter.numel():  # FSDP1, which gives a parameter without elements no gradient
             continue
         state = optimizer.state[parameter]
         if not state:

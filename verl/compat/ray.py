@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ray._private import auto_init_hook, node, utils
+from ray._private import auto_init_hook, node, services, utils
 from ray._private.authentication import authentication_token_setup
 from ray.actor import ActorClass
 
@@ -79,6 +80,43 @@ def without_idle_processes(arguments: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(starter, name, original)
+
+
+@contextmanager
+def agents_not_awaited(arguments: Mapping[str, Any], port: int) -> Iterator[None]:
+    """In this block, a new Ray on this machine starts without waiting for its agents.
+
+    `arguments` are those of `ray.init`. A raylet ends if the files with its agents' ports are not there after 15 s,
+    which cannot be changed, https://github.com/ray-project/ray/issues/65983; on a busy machine the agents' imports take
+    longer. So the agent of runtime environments is told its `port`, and the dashboard's is left out, as Ray's small
+    distribution does by ports of -1. A raylet must have one: `cat` is there in its place, until the raylet's end closes
+    its standard input. Nothing changes if a dashboard or a port for metrics is asked for.
+    """
+    if arguments["address"] != "local" or arguments["include_dashboard"] or arguments.get("_metrics_export_port"):
+        yield
+        return
+    private: Any = services
+    original = private.start_ray_process
+
+    def start(command: list[str], process_type: str, *args: Any, **options: Any) -> Any:
+        if process_type == "raylet":
+            command = [*(_of_raylet(argument, port) for argument in command), "--dashboard_agent_listen_port=-1"]
+        return original(command, process_type, *args, **options)
+
+    private.start_ray_process = start
+    try:
+        yield
+    finally:
+        private.start_ray_process = original
+
+
+def _of_raylet(argument: str, port: int) -> str:
+    name = argument.partition("=")[0]
+    if name == "--dashboard_agent_command":
+        return f"{name}=cat"
+    if name in ("--metrics-agent-port", "--metrics_export_port"):
+        return f"{name}=-1"
+    return re.sub("(runtime[-_]env[-_]agent[-_]port)=0", rf"\1={port}", argument)
 
 
 def class_behind(remote: ActorClass[Any]) -> tuple[Any, dict[str, Any]]:

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
-from ray._private import auto_init_hook
+from ray._private import auto_init_hook, services
 from ray._private.node import Node
 
 from tests.checkpoint_engine.fakes import soon
 from tests.processes import is_alive
+from verl.compat.ray import agents_not_awaited
 from verl.trainer.fleet.session import MARK, RaySession, RayTooSlow, check_arguments, starts_locally
 from verl.utils.config import ConfigError
 
@@ -230,6 +231,26 @@ def test_only_those_processes_of_ray_are_started_that_somebody_uses(starting, ar
     RaySession().start(arguments)
     assert init.started == started
     assert {name: getattr(Node, name) for name in STARTS} == STARTS
+
+
+def test_a_ray_of_the_run_waits_for_no_agent(ray_cluster):
+    """Their ports are known before they start, and nobody asked for what the dashboard's serves."""
+    (node,) = ray.nodes()
+    assert node["RuntimeEnvAgentPort"] > 0
+    assert [node[port] for port in ("MetricsAgentPort", "MetricsExportPort", "DashboardAgentListenPort")] == [-1] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed"),
+    [({}, True), ({"include_dashboard": True}, False), ({"_metrics_export_port": 9090}, False)],
+)
+def test_the_agent_of_the_dashboard_is_there_for_those_who_ask_for_it(monkeypatch, arguments, changed):
+    monkeypatch.setattr(services, "start_ray_process", lambda command, kind: command)
+    command = ["--metrics-agent-port=0", "--dashboard_agent_command=python agent.py"]
+    with agents_not_awaited({"address": "local", "include_dashboard": False} | arguments, 6000):
+        started = services.start_ray_process(command, "raylet")
+    assert (started != command) == changed
+    assert services.start_ray_process(command, "raylet") == command
 
 
 @pytest.mark.parametrize(("said", "niceness"), [(None, "0"), ("7", "7")])

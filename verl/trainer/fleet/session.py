@@ -19,8 +19,15 @@ import ray
 
 from verl import envs
 from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
+from verl.checkpoint_engine.support.network import reserve_port
 from verl.checkpoint_engine.support.signals import interrupt_main_thread, uninterrupted
-from verl.compat.ray import never_start_by_itself, show_token, sigterm_left_alone, without_idle_processes
+from verl.compat.ray import (
+    agents_not_awaited,
+    never_start_by_itself,
+    show_token,
+    sigterm_left_alone,
+    without_idle_processes,
+)
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.failures import NamedFailure
 
@@ -39,14 +46,14 @@ LEAVES_WITHIN_S = 3.0
 GCS_MISSED = {"gcs_rpc_server_reconnect_timeout_s": 86_400}
 """By default Ray's processes and the driver end a minute after the GCS, with only a line from Ray. The driver gets this
 setting as an argument, a raylet through its environment."""
-OF_RAYLET = GCS_MISSED | {"worker_niceness": 0}
+OF_RAYLET = GCS_MISSED | {"worker_niceness": 0, "agent_register_timeout_ms": 300_000}
 """By default workers have niceness 15: beside one other busy process a core leaves them a thirtieth of its time, and
-ranks and engines miss the deadlines of their start."""
+ranks and engines miss the deadlines of their start. And a raylet ends if 30 s after the first process was asked for
+the agent of runtime environments has not imported what it needs."""
 
 ATTEMPTS = 6
-"""To start a Ray of this job alone. Its raylet ends if an agent has not written its port after 15 s, which cannot be
-changed (https://github.com/ray-project/ray/issues/65983). Beside other starts on a busy machine the imports of an agent
-take longer; a minute or two later they do not."""
+"""To start a Ray of this job alone, whose processes have 30 s for it. Beside other starts on a busy machine their
+imports take longer; a minute or two later they do not."""
 _TOO_SLOW = "timed out during startup"
 """What `ray.init` says after 30 s, which cannot be changed."""
 
@@ -112,6 +119,8 @@ class RaySession:
         self._log_dir: Path | None = None
         self._cleanup: CleanupProcess | None = None
         self._watches: list[RayWatch] = []
+        self._agent_port: socket.socket | None = None
+        """Reserved for an agent of Ray."""
         self._without_gcs = ""
         """What has become of it."""
         self._need_gcs = 0
@@ -147,7 +156,9 @@ class RaySession:
         if address == LOCAL:
             ours["_system_config"] = GCS_MISSED | dict(arguments.get("_system_config") or {})
         said = {f"RAY_{key}": str(value) for key, value in OF_RAYLET.items() if address == LOCAL}
-        with sigterm_left_alone(), without_idle_processes(ours):
+        self._agent_port = reserve_port()
+        port = self._agent_port.getsockname()[1]
+        with sigterm_left_alone(), without_idle_processes(ours), agents_not_awaited(ours, port):
             strangers = set(psutil.Process().children())
             mark = secrets.token_hex(8)
             told = {MARK: mark} | {key: value for key, value in said.items() if key not in os.environ}
@@ -197,6 +208,8 @@ class RaySession:
         if self._cleanup is not None:
             self._cleanup.close()
             self._cleanup = None
+        if self._agent_port is not None:
+            self._agent_port.close()
         self._closed.set()
 
     @property

@@ -16,6 +16,7 @@ SERVED = (
     "reward.reward_model.rollout.response_length=64",
     "reward.reward_model.rollout.dtype=float32",
     "reward_model.rollout.cpu_kvcache_gib=0.1",
+    "reward_model.timeout_s=300",  # a busy machine needs longer than the default
 )
 JUDGE = """
 import http.client, json

@@ -41,7 +41,8 @@ def set_to(key: str, *others: str) -> Callable[[str], Any]:
 
 def rewarded(source: str) -> None:
     """As the driver looks at data before anything starts."""
-    require_rewards(SimpleNamespace(sources={source: SimpleNamespace(count=1, first="row 0", without_truth=0)}), "key")
+    of_source = SimpleNamespace(count=1, first="row 0", without_truth=0, agents=set())
+    require_rewards(load_config([]), SimpleNamespace(sources={source: of_source}), None)
 
 
 TAKES: dict[str, Callable[[str], Any]] = {

@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from tests.experimental.agent_loop.scripted_manager import ScriptedManager
-from verl.experimental.agent_loop import agent_program
+from verl.experimental.agent_loop import AgentLoopManager, agent_program
 from verl.experimental.agent_loop.base import DictConfigWrap
 from verl.experimental.agent_loop.errors import AgentSetupError
 from verl.experimental.agent_loop.registry import LoopEntry, check_loop, known_loops, loop_factory
 from verl.trainer.config.loader import load_config
+from verl.trainer.ppo.data import require_rewards
 from verl.utils.builtin.tokenizer import build_tokenizer
 from verl.utils.config import ConfigError
 from verl.utils.data import main
@@ -35,6 +37,7 @@ FAILURES = {
     "late": "the environment does not end what is over: its process ends",
 }
 """What a sample does that is so called, and what becomes of it."""
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 DEADLINES = {"hang": 5.0, "process": 5.0, "block": 5.0}
 
 
@@ -77,6 +80,7 @@ class Ran:
             await asyncio.gather(
                 self.run("guess", guess, "0", "none", str(number)),
                 self.run("sum", total, right),
+                self.run("calling", self.row("Call add."), CALL, "3"),
                 self.run("chatter", self.row("do chatter"), "3"),
                 self.run("another", guess, digest="0"),
                 self.run("beyond", guess, index=99),
@@ -139,6 +143,18 @@ def test_rewards_and_metrics_are_those_of_the_environment(environments):
     assert environments.outputs["chatter"].reward_score == 1.0
 
 
+def test_tools_of_the_environment_are_called(environments):
+    output = environments.outputs["calling"]
+    read = environments.tokenizer.decode(
+        [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if not mask]
+    )
+    assert (output.reward_score, "3" in read, "add" in environments.tokenizer.decode(output.prompt_ids)) == (
+        1,
+        True,
+        True,
+    )
+
+
 def test_many_samples_at_once_do_not_mix(environments):
     for number in range(3):
         assert environments.outputs[f"guess {number}"].reward_score == pytest.approx(1 / (number + 1))
@@ -164,6 +180,17 @@ def test_nothing_of_the_program_is_left(environments):
         return False
 
     assert not [process for process in psutil.process_iter() if is_left(process)]
+
+
+def test_samples_that_an_environment_rewards_need_no_rule(tmp_path):
+    (tmp_path / "agents.yaml").write_text(f"- {{name: verifiers/a, _target_: '{LOOP}', environment: a}}")
+    agent = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path}/agents.yaml"
+    source = SimpleNamespace(count=2, first="row 0", without_truth=2, agents={"verifiers/a"})
+    data = SimpleNamespace(sources={"verifiers/a": source})
+    require_rewards(load_config([agent]), data, AgentLoopManager)
+    source.agents.add(None)
+    with pytest.raises(ConfigError, match="no built-in reward for data_source='verifiers/a', which 2 samples have"):
+        require_rewards(load_config([agent]), data, AgentLoopManager)
 
 
 WRONG = {

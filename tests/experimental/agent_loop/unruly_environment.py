@@ -40,9 +40,16 @@ async def lies(answer, state):
     return None if answer == "no reward" else 1.0
 
 
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
 def load_environment(told, seed=0):
     rows = Dataset.from_list([{"question": f"do {each}", "answer": each} for each in told])
     unruly = Unruly(dataset=rows, rubric=vf.Rubric(funcs=[lies]))
     guessing = guess_the_number.load_environment(count=3, seed=seed)
-    environments = [guessing, sum_of_two.load_environment(count=3), unruly]
-    return vf.EnvGroup(environments, env_names=["guess", "sum", "unruly"])
+    question = Dataset.from_list([{"question": "Call add.", "answer": "3"}])
+    calling = vf.ToolEnv(tools=[add], dataset=question, rubric=vf.Rubric(funcs=[sum_of_two.is_right]))
+    environments = [guessing, sum_of_two.load_environment(count=3), unruly, calling]
+    return vf.EnvGroup(environments, env_names=["guess", "sum", "unruly", "calling"])

@@ -42,6 +42,8 @@ class AgentLoopBase(ABC):
 
     sees = False
     """Whether `run` passes the sample's pictures to `generate`. If not, samples with pictures are refused."""
+    rewards = False
+    """Whether `run` gives every sample its reward. If not, the data need a rule or a reward function."""
     pictures: PictureProcessor | None = None
     """What makes tokens of pictures; the worker sets it before `run`. None: the model reads text alone."""
 

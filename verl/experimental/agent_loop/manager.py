@@ -90,6 +90,12 @@ class AgentLoopManager:
         return bool(getattr(loop_class(agent_name or default_loop(config), loops), "sees", False))
 
     @staticmethod
+    def rewards(config: PPOConfig, agent_name: str | None) -> bool:
+        """Whether that agent rewards its samples itself. Trainers check before they start what rewards the others."""
+        loops = known_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
+        return bool(getattr(loop_class(agent_name or default_loop(config), loops), "rewards", False))
+
+    @staticmethod
     def check_tokenizer(config: PPOConfig, agent_name: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise ConfigError for a tokenizer, or a chat template, that this agent cannot use. Trainers call it once per
         agent of their samples."""

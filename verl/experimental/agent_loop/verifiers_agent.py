@@ -25,6 +25,8 @@ class VerifiersAgentLoop(OpenAIAgentLoop):
     in `agent_loop/agent_failed`.
     """
 
+    rewards = True
+
     def __init__(
         self,
         *,

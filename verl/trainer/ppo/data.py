@@ -44,7 +44,7 @@ def build_dataloaders(
         )
         require_seen(config, datasets[split], agent_loop_manager_class)
         if config.custom_reward_function.path is None:
-            require_rewards(datasets[split], data.reward_fn_key)
+            require_rewards(config, datasets[split], agent_loop_manager_class)
         else:
             _warn_without_truths(datasets[split], split)
     train, val = datasets["train"], datasets["val"]
@@ -118,12 +118,17 @@ def require_seen(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any)
             raise ConfigError(f"{place}: the sample has pictures, which teachers do not see")
 
 
-def require_rewards(dataset: Any, key: str) -> None:
-    """Raises ConfigError for a sample that no built-in rule can reward: no rule for its source, or no ground truth.
+def require_rewards(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any) -> None:
+    """Raises ConfigError for a sample that neither its agent loop nor a built-in rule can reward: no rule for its
+    source, or no ground truth.
 
     Custom data sets without an attribute `sources` are not checked.
     """
+    key = config.data.reward_fn_key
+    rewards = getattr(agent_loop_manager_class, "rewards", lambda *_: False)
     for name, source in getattr(dataset, "sources", {}).items():
+        if source.agents and all(rewards(config, agent) for agent in source.agents):
+            continue
         if rule_for(name) is None:
             what = f"{key}={name!r}, which {source.count} samples have"
             raise ConfigError(f"{source.first}: {no_rule(what, name)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -53,6 +53,8 @@ class DataSource:
     without_truth: int = 0
     first: str = ""
     """The place of its first sample, or of the first without a ground truth."""
+    agents: set[str | None] = field(default_factory=set)
+    """That its samples name; None if one names none."""
 
 
 @dataclass
@@ -276,7 +278,9 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             source.first = self._place(row)
         source.count += 1
         source.without_truth += empty
-        partners = self.partners[item.get("agent_name") or None]
+        agent = item.get("agent_name") or None
+        source.agents.add(agent)
+        partners = self.partners[agent]
         if item.get("interaction_kwargs") or item["extra_info"].get("interaction_kwargs"):
             partners.first = partners.first or self._place(row)
             partners.count += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
+import uuid
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -14,8 +16,15 @@ import psutil
 import pytest
 
 from tests.checkpoint_engine.fakes import soon
-from verl.checkpoint_engine.engines.leftovers import PREFIX, SHM_DIR, Leftovers, shared_memory_of
+from verl.checkpoint_engine.engines.leftovers import (
+    PREFIX,
+    SHM_DIR,
+    Leftovers,
+    shared_memory_of,
+    short_temporary_directory,
+)
 from verl.checkpoint_engine.memory.janitor import YOUNG_S, sweep
+from verl.checkpoint_engine.support.config import ConfigError
 
 OWNED = 2
 
@@ -70,6 +79,16 @@ def test_memory_of_an_engine_that_is_killed_while_it_starts_is_removed():
         process.kill()  # with those that would clean up after Python's own memory
     server.join()
     assert soon(lambda: not any(path.exists() for path in made)), made
+
+
+def test_sockets_of_an_engine_are_in_a_short_directory_whatever_tmpdir_is(monkeypatch, tmp_path):
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with Leftovers() as leftovers, socket.socket(socket.AF_UNIX) as vllm:
+        vllm.bind(str(leftovers.directory / str(uuid.uuid4())))
+    with pytest.raises(ConfigError, match=rf"TMPDIR={long} has \d+ characters.* of at most 49 characters"):
+        short_temporary_directory(others=[tmp_path / "none"])
 
 
 def leave_a_temporary_file(pipe: Connection) -> None:

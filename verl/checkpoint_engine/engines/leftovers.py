@@ -12,7 +12,7 @@ import fcntl
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +20,12 @@ import psutil
 
 from ..memory.janitor import Janitor, sweep
 from ..support import envs
+from ..support.config import ConfigError
 
 SHM_DIR = Path("/dev/shm")
 PREFIX = "verl-engine-"
+MAX_TEMPORARY_PATH = 49
+"""Characters. A socket's path may have 107: our directory takes 21 of them, and vLLM's name in it 37."""
 LOOK_EVERY_S = 0.05
 OURS = ("psm_", "vllm_", "sem.mp-", "sglang_")
 """Prefixes of Python's and the engines' files there. Arenas, which engines map, too, have another owner."""
@@ -33,9 +36,11 @@ class Leftovers:
     that process ends, even if killed, or leaves the `with` block."""
 
     def __init__(self) -> None:
-        sweep(Path(tempfile.gettempdir()), PREFIX)
-        self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-        """The engine's sockets and temporary files. Its path is short: that of a socket may have 107 characters."""
+        """Raises ConfigError."""
+        temporary = short_temporary_directory()
+        sweep(temporary, PREFIX)
+        self.directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
+        """The engine's sockets and temporary files."""
         self._lock = (self.directory / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._janitor = Janitor(self.directory)
@@ -107,6 +112,19 @@ class Leftovers:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def short_temporary_directory(others: Sequence[Path] = (Path("/tmp"), SHM_DIR)) -> Path:
+    """That of this process, or one in which an engine's sockets can be. Raises ConfigError if there is none."""
+    own = Path(tempfile.gettempdir())
+    for directory in (own, *others):
+        if len(str(directory)) <= MAX_TEMPORARY_PATH and os.access(directory, os.W_OK | os.X_OK):
+            return directory
+    raise ConfigError(
+        f"TMPDIR={own} has {len(str(own))} characters, with which the paths of an engine's sockets are too long, and "
+        f"none of {', '.join(map(str, others))} can be written: set TMPDIR to a path of at most "
+        f"{MAX_TEMPORARY_PATH} characters"
+    )
 
 
 def shared_memory_of(pid: int) -> set[Path]:

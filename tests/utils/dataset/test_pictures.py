@@ -281,7 +281,11 @@ def test_a_picture_is_computed_once_while_there_is_room(one_model: Path) -> None
 def test_what_is_known_of_pictures_is_bounded(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The latest ones stay; of another one it is found again."""
     monkeypatch.setattr(processing, "MOST_KNOWN", 2)
+    monkeypatch.setattr(processing, "MOST_SIZES", 2)
     processor, pictures = processor_of(one_model), [keep(noise(seed, 28 * seed, 28)) for seed in (1, 2, 3)]
+    texts = [processor.text(picture) for picture in pictures]
+    assert len(processor._of_sizes) == 2
+    assert [processor.text(picture) for picture in pictures] == texts
     before = [(processor.digests([picture]), processor.counts([picture])) for picture in pictures]
     assert [count for _, (count,) in before] == [1, 2, 3]
     assert len(processor._known) == 2

@@ -23,6 +23,8 @@ MOST_CACHED_NBYTES = 2**28
 BLANK_PIXELS = 56
 MOST_KNOWN = 2**12
 """Pictures of which a process keeps places and digest: 8 bytes for each token. More than a micro-batch has."""
+MOST_SIZES = 2**10
+"""Of pictures, of which a process keeps the text: some 10 bytes for each token."""
 OF_ONE_PROCESS = ("_cache", "_cached_nbytes", "_known", "_lock", "_blank")
 """Attributes that do not go to other processes."""
 
@@ -52,7 +54,7 @@ class PictureProcessor:
         """In a prompt, once for each token that is made of a picture."""
         self._merged = getattr(config.vision_config, "spatial_merge_size", None)
         self._of_sizes: dict[tuple[tuple[int, int], PixelLimits], str] = {}
-        """By width and height, and limits: the text that such pictures become."""
+        """By width and height, and limits: the text that such pictures become. The latest `MOST_SIZES`."""
         self._begin_cache()
 
     def _begin_cache(self) -> None:
@@ -89,12 +91,17 @@ class PictureProcessor:
     def text_of(self, image: Image.Image, limits: PixelLimits = NO_LIMITS) -> str:
         """See `text`. Raises PictureError for an image of a wrong size."""
         key = (image.size, limits)
-        if key not in self._of_sizes:
+        text = self._of_sizes.get(key)
+        if text is None:
             try:
-                self._of_sizes[key] = self._computed(image, limits)[1]
+                text = self._computed(image, limits)[1]
             except ValueError as exc:
                 raise PictureError(f"has {image.width} x {image.height} pixels: {exc}") from exc
-        return self._of_sizes[key]
+            with self._lock:
+                self._of_sizes[key] = text
+                while len(self._of_sizes) > MOST_SIZES:
+                    del self._of_sizes[next(iter(self._of_sizes))]
+        return text
 
     def limited(self, limits: PixelLimits) -> PixelLimits:
         """`limits` as they are, with the model's own in the place of those that are not given. Raises ConfigError for a

@@ -134,10 +134,15 @@ class Job:
 
     def wait_for_checkpoint(self, step: int) -> None:
         """Until the checkpoint of `step` is there, and its metrics, which come next."""
-        pointer, metrics = self.output_dir / "latest_checkpointed_iteration.txt", self.output_dir / "metrics.jsonl"
+        pointer = self.output_dir / "latest_checkpointed_iteration.txt"
         self.wait_for(lambda: pointer.exists() and int(pointer.read_text()) >= step, f"checkpoint {step}")
+        self.wait_for_metrics(step)
+
+    def wait_for_metrics(self, step: int) -> None:
+        metrics = self.output_dir / "metrics.jsonl"
         self.wait_for(
-            lambda: any(record["step"] == step for record in read_metrics(metrics)), f"metrics of step {step}"
+            lambda: metrics.exists() and any(record["step"] == step for record in read_metrics(metrics)),
+            f"metrics of step {step}",
         )
 
     def wait(self, timeout_s: float = STARTUP_S) -> int:

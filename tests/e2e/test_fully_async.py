@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 
 import pytest
 
@@ -191,21 +192,27 @@ def test_responses_are_completed_before_a_sync_where_they_must_not_be_interrupte
 
 @pytest.fixture(scope="module")
 def resumed(ray_cluster, warm, tmp_path_factory, repeatable):
-    """A run that is killed after its second step, and the same command again."""
+    """A run that is killed after its third step, of which the second is saved, and the same command again.
+
+    Its samples are drawn at random: nobody can generate them a second time.
+    """
     directory = tmp_path_factory.mktemp("resumed")
     overrides = (
         *repeatable,
         *STALE,
         *LONG_RESPONSES,
-        "trainer.save_freq=1",
+        "actor_rollout_ref.rollout.do_sample=true",
+        "trainer.save_freq=2",
         f"trainer.rollout_data_dir={directory / 'samples'}",
     )
     with Job(directory, *QUICK, *overrides, module=fully_async_main.__name__, warm=warm) as job:
         job.wait_for_checkpoint(2)
+        job.wait_for_metrics(3)
         job.driver.kill()
         job.wait()
         left = job.left()
     assert left == []
+    shutil.copytree(directory / "samples", directory / "before")
     return fully_async(directory, *overrides)
 
 
@@ -214,6 +221,14 @@ def test_no_prompt_is_lost_or_trained_twice_when_a_run_is_killed_and_resumed(res
     trained = [question for step in range(1, STEPS + 1) for question in resumed.questions(step)]
     drawn = [question for step in range(1, STEPS + 1) for question in hybrid.questions(step)]
     assert sorted(trained) == sorted(drawn)
+
+
+def test_a_killed_run_trains_on_the_tokens_that_it_had_as_they_were_recorded(resumed):
+    assert resumed.samples(3) == resumed.samples(3, kind="before")
+    assert resumed.metrics[3]["rollout/kept_tokens"] >= sum(sum(row["response_mask"]) for row in resumed.samples(3))
+    assert resumed.metrics[3]["rollout/kept_dropped_tokens"] == 0
+    assert all(metrics["training/staleness/max"] <= 2 for metrics in resumed.metrics.values())
+    assert not (resumed.out / "kept_samples").exists()  # it is complete
 
 
 def test_a_prompt_that_cannot_be_generated_ends_the_run_with_its_error(ray_cluster, tmp_path, tiny_model):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
+from tests.e2e.job import QUICK, Job
 from tests.e2e.test_training import Run
+from verl.experimental.one_step_off_policy import main_ppo
 from verl.experimental.one_step_off_policy.main_ppo import CONFIG_DIR, CONFIG_NAME
 from verl.experimental.one_step_off_policy.trainer import OneStepOffPolicyTrainer
 from verl.utils.config import ConfigError
@@ -99,6 +103,32 @@ def test_a_resumed_run_generates_again_what_was_on_its_way(run, resumed):
     for step in (3, 4):
         assert resumed.questions(step) == run.questions(step)
     assert staleness(resumed) == [(0, 0), (1, 1)]
+
+
+@pytest.mark.cells(7)
+def test_a_killed_run_trains_on_the_batches_that_it_had_as_they_were_recorded(ray_cluster, warm, tmp_path, tiny_model):
+    overrides = (
+        "trainer.n_gpus_per_node=1",
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        f"actor_rollout_ref.model.path={tiny_model}",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=2",
+        *SLOW_GENERATION,
+    )
+    with Job(tmp_path, *QUICK, *overrides, module=main_ppo.__name__, warm=warm) as job:
+        job.wait_for_metrics(3)  # of which there is no checkpoint; the batch of step 4 is generated
+        job.driver.kill()
+        job.wait()
+    shutil.copytree(tmp_path / "samples", tmp_path / "before")
+    run = one_step_off(tmp_path, *overrides)
+    assert run.samples(3) == run.samples(3, kind="before")
+    assert run.metrics[3]["rollout/kept_tokens"] == sum(
+        sum(row["response_mask"]) for row in run.samples(3) + run.samples(4)
+    )
+    assert run.metrics[3]["rollout/kept_dropped_tokens"] == 0
+    assert staleness(run) == [(0, 0), (1, 1), (1, 1), (1, 1)]
+    trained = [question for step in range(1, STEPS + 1) for question in run.questions(step)]
+    assert len(set(trained)) == len(trained)
 
 
 def test_engines_on_the_trainers_devices_are_refused(tmp_path):

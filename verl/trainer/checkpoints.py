@@ -70,6 +70,15 @@ class CheckpointDirectory:
         self.last: Path | None = None
         """The one that was published last, by this object."""
 
+    @property
+    def last_step(self) -> int | None:
+        """The step of `last`."""
+        return None if self.last is None else int(self.last.name.removeprefix("global_step_"))
+
+    def has(self, path: Path) -> bool:
+        """Whether the checkpoint `path` is one of this run's directory."""
+        return path.resolve().parent == self.root.resolve()
+
     def would_resume_from(self) -> Path | None:
         """The checkpoint that `find` returns if it is whole. Reads no checkpoint, and changes nothing on disk."""
         pointer, mode = self.root / LATEST, self._config.resume_mode

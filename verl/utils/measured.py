@@ -14,7 +14,7 @@ _METRICS = re.compile(
     | trainer/(own_s|slowness|slowest_rank)/.*
     | agent_loop/\w+_s(/(min|mean|max))?                                            # counts are compared
     | agent_loop/(retries|continuations)
-    | rollout/(restarts|prefill_again_tokens)                                       # after deaths and syncs
+    | rollout/(restarts|prefill_again_tokens|kept_\w+)                              # after deaths and syncs
     | training/attempt
     | fully_async/.*
     """,

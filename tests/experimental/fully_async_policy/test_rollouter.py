@@ -253,3 +253,35 @@ async def test_a_rollouter_that_is_restored_generates_what_was_in_flight_and_the
             await second.rollouter.synced()
     assert sorted(trained) == list(range(PROMPTS))
     assert len(set(prompts.values())) == len(prompts)  # the data goes on where it was
+
+
+@pytest.mark.parametrize("settings", REGIMES.values(), ids=REGIMES)
+async def test_what_a_killed_run_had_finished_is_trained_on_first_and_the_rest_begins_within_the_bound(settings):
+    first = Job(staleness_threshold=9)
+    first.loops.held, first.loops.held_from = asyncio.Event(), 11
+    async with first.running():
+        finished = await asyncio.wait_for(first.queue.take(11), 60)
+    finished = [sample for sample in finished if sample.index not in (4, 7)]  # these were in flight
+
+    job, trained, started_before = Job(**settings), [], []
+    beginning = RollouterState((await job.rollouter.state()).dataloader, 0, (), tuple(finished))
+    await job.queue.restore(finished)
+    await job.rollouter.restore(Anchor.of(beginning), Since(frozenset(sample.index for sample in finished)))
+    per_sync = job.settings.trigger_parameter_sync_step
+    async with job.running():
+        for step in range(PROMPTS // job.required):
+            await asyncio.sleep(0.02)  # the rollouter may go as far as it can
+            for index in await job.step():
+                if index in job.loops.started:
+                    place = job.loops.started.index(index)
+                    version = sum(before <= place for before in started_before)
+                    assert len(started_before) - version <= (job.limit - 1) // (job.required * per_sync)
+                trained.append(index)
+            if (step + 1) % per_sync == 0:
+                if not job.settings.partial_rollout:
+                    await job.rollouter.drain()
+                started_before.append(len(job.loops.started))
+                await job.rollouter.synced()
+    assert set(trained[:8]) <= {sample.index for sample in finished}
+    assert sorted(trained) == list(range(PROMPTS))
+    assert sorted(job.loops.started) == sorted(set(range(PROMPTS)) - {sample.index for sample in finished})

@@ -37,7 +37,7 @@ class Engines:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def start(self, wanted: DataProto) -> Generation:
+    def start(self, wanted: DataProto, keep: Any = None) -> Generation:
         self.asked.append(wanted.non_tensor_batch["uid"].tolist())
         return Generation.of(responses(9, {}))
 

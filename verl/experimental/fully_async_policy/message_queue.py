@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.protocol import DataProto
+from verl.trainer.kept_samples import KeptSamples
 from verl.utils.lifetime import begin_actor
 from verl.utils.progress import Progress
 
@@ -28,6 +30,11 @@ class Sample:
     """Seconds from its request to the last token of its last response."""
     greedy: DataProto | None = None
     """The greedy response to the prompt, if the estimator needs it."""
+
+    @property
+    def content(self) -> tuple[int, DataProto, float, DataProto | None]:
+        """The arguments that make it."""
+        return self.index, self.batch, self.seconds, self.greedy
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,14 @@ class MessageQueue:
     It has one producer at a time, the rollouter with the present number, and one consumer, the trainer.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, kept: KeptSamples | None = None, file: int = 0) -> None:
+        """`kept` gets what is put, in the file with the number `file` until `content` is called for a checkpoint."""
         begin_actor()
         self._capacity = capacity
+        self._kept, self._file = kept, file
+        self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keep-tokens")
+        if kept is not None:
+            self._keeping.submit(kept.begin, file)
         self._samples: deque[Sample] = deque()
         self._handed_out: tuple[int, ...] = ()
         self._producer = 0
@@ -75,6 +87,8 @@ class MessageQueue:
             if producer == self._producer:
                 self._samples.append(sample)
                 self._changed.notify_all()
+                if self._kept is not None:
+                    self._keeping.submit(self._kept.append, self._file, sample.content, sample.batch)
 
     async def progress(self) -> Progress | None:
         """How many of the samples that the trainer waits for are queued; None if it does not wait."""
@@ -97,8 +111,12 @@ class MessageQueue:
             self._samples = deque(samples)
             self._changed.notify_all()
 
-    async def content(self) -> list[Sample]:
-        """A copy of the queue's samples."""
+    async def content(self, step: int | None = None) -> list[Sample]:
+        """A copy of the queue's samples. With `step`, it is for the checkpoint of that step, which the next ones
+        follow."""
+        if step is not None and self._kept is not None:
+            self._file = max(self._file, step)  # later ones are of a run that was resumed from before `step`
+            self._keeping.submit(self._kept.begin, step)
         return list(self._samples)
 
     async def places(self) -> Places:

@@ -68,6 +68,8 @@ class Rollouter:
         self._drawn = 0
         self._replaced = 0
         self._draining = False
+        self._waiting: set[int] = set()
+        """Those of `_in_flight` that the budget has no room for yet, because more is queued than it allows."""
         self._held = False
         """Draining since before there was this rollouter: also what is in flight is not begun."""
         self._running = False
@@ -95,13 +97,19 @@ class Rollouter:
         self._handed_over = {index: prompt for index, prompt in prompts.items() if index in since.there}
         self._given = {sample.index: sample for sample in state.queued}
         counted = {*anchor.counted, *self._in_flight, *(prompt.index for prompt in again)}
-        self._budget.synced(counted - since.given_back)
+        counted -= since.given_back
+        beyond = max(len(counted) - self._budget.limit, 0)
+        self._waiting = set(sorted(self._in_flight)[-beyond:] if beyond else ())
+        self._budget.synced(counted - self._waiting)
         self._draining = self._held = since.is_draining
 
-    async def state(self) -> RollouterState:
-        """A consistent copy of the state during generation. The trainer must not take from the queue meanwhile."""
+    async def state(self, step: int | None = None) -> RollouterState:
+        """A consistent copy of the state during generation. The trainer must not take from the queue meanwhile.
+
+        With `step`, it goes into the checkpoint of that step.
+        """
         async with self._handing_over:
-            queued = await self._queue.content.remote()
+            queued = await self._queue.content.remote(step)
             return RollouterState(
                 self._dataloader.state_dict(),
                 self._drawn,
@@ -130,7 +138,11 @@ class Rollouter:
             await self._changed.wait_for(lambda: not self._held)
         try:
             async with asyncio.TaskGroup() as samples:
-                for prompt in unfinished:
+                for prompt in sorted(unfinished, key=lambda prompt: (prompt.index in self._waiting, prompt.index)):
+                    if prompt.index in self._waiting:
+                        await self._may_start(is_drawn=True)
+                        self._waiting.discard(prompt.index)
+                        self._budget.start(prompt.index)
                     samples.create_task(self._generate(prompt))
                 while self._replaces or not self._all_drawn:
                     await self._may_start()
@@ -156,7 +168,7 @@ class Rollouter:
         """Start no prompt until `synced`; return when none is in flight any more, or `run` has failed."""
         self._draining = True
         async with self._changed:
-            await self._changed.wait_for(lambda: not (self._in_flight and self._running))
+            await self._changed.wait_for(lambda: not (self._begun and self._running))
 
     async def synced(self) -> tuple[dict[str, float], Anchor]:
         """Note that the engines have a new version; returns metrics since the last call, and the new anchor."""
@@ -164,7 +176,7 @@ class Rollouter:
             queue: dict[str, float] = await self._queue.metrics.remote()
             places: Places = await self._queue.places.remote()
             # From here on nothing is awaited: what is started meanwhile would be counted neither before nor after.
-            outstanding = {*self._in_flight, *places.queued}
+            outstanding = {*self._in_flight, *places.queued} - self._waiting
             self._budget.synced(outstanding)
             anchor = self._anchor(places, outstanding)
         now = time.monotonic()
@@ -199,14 +211,18 @@ class Rollouter:
     def _all_drawn(self) -> bool:
         return self._drawn >= self._total_prompts + self._replaced
 
-    async def _may_start(self) -> None:
+    @property
+    def _begun(self) -> int:
+        return len(self._in_flight) - len(self._waiting)
+
+    async def _may_start(self, *, is_drawn: bool = False) -> None:
         def allowed() -> bool:
-            waits = self._draining or self._budget.is_spent or len(self._in_flight) >= self._max_in_flight
-            return not (waits or self._all_drawn)
+            waits = self._draining or self._budget.is_spent or self._begun >= self._max_in_flight
+            return not (waits or (self._all_drawn and not is_drawn))
 
         async with self._changed:
             while not allowed():
-                if not self._in_flight and self._idle_since_s is None:
+                if not self._begun and self._idle_since_s is None:
                     self._idle_since_s = time.monotonic()
                 await self._changed.wait()
         if self._idle_since_s is not None:

@@ -46,7 +46,7 @@ class RollouterState:
         return {
             "drawn": self.drawn,
             "in_flight": [to_plain((prompt.index, prompt.rows)) for prompt in self.in_flight],
-            "queued": [to_plain((sample.index, sample.batch, sample.seconds, sample.greedy)) for sample in self.queued],
+            "queued": [to_plain(sample.content) for sample in self.queued],
             "replaced": self.replaced,
         }
 

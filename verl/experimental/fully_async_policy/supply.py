@@ -27,6 +27,7 @@ from verl.experimental.fully_async_policy.rollouter import Rollouter
 from verl.experimental.fully_async_policy.state import Anchor, RollouterState, Since
 from verl.single_controller.future import is_of_dead_actor
 from verl.trainer.fleet.recovery import RestartLimit
+from verl.trainer.kept_samples import KeptSamples
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.utils.failures import NamedFailure
 from verl.workers.config import PPOConfig
@@ -54,6 +55,7 @@ class Terms:
     asks_greedily: bool
     total_prompts: int
     limit: int
+    kept: KeptSamples | None = None
 
 
 @dataclass(eq=False)
@@ -81,12 +83,17 @@ class Supply:
         max_in_flight: Callable[[], int],
         loop: LoopThread,
         limit: RestartLimit,
+        file: int = 0,
     ) -> None:
-        """Starts both, and generation from the state `resumed`. Calls `follow_replicas` after restarts of replicas."""
+        """Starts both, and generation from the state `resumed`. Calls `follow_replicas` after restarts of replicas.
+
+        `file` is the number of the file where the samples are kept until the next checkpoint.
+        """
         self._terms, self._rollouts, self._loop, self._limit = terms, rollouts, loop, limit
         self._follow_replicas, self._max_in_flight = follow_replicas, max_in_flight
         self.restarts = 0
         """How often the rollouter was started again."""
+        self._file = file
         self._uids = uuid.uuid4().hex
         self.step = 0
         """Of which samples are taken; for what is told."""
@@ -182,8 +189,9 @@ class Supply:
         return told
 
     def state(self) -> RollouterState:
-        """The state after the samples taken so far, for a checkpoint."""
-        state: RollouterState = self._asked("state")
+        """The state after the samples taken so far, for the checkpoint of `step`."""
+        state: RollouterState = self._asked("state", self.step)
+        self._file = max(self._file, self.step)
         return state
 
     def set_max_in_flight(self) -> None:
@@ -198,10 +206,10 @@ class Supply:
             self._anchor, self._draining = anchor, False
             return True
 
-    def _asked(self, method: str) -> Any:
+    def _asked(self, method: str, *arguments: Any) -> Any:
         while True:
             try:
-                return ray.get(getattr(self._present(self._rollouter).actor, method).remote())
+                return ray.get(getattr(self._present(self._rollouter).actor, method).remote(*arguments))
             except RayError as exc:
                 self._restart_lost(exc)
 
@@ -279,9 +287,11 @@ class Supply:
         self._end(before)
         self._number += 1
         self._forget_before(anchor)
+        waiting = [sample for sample in anchor.state.queued if sample.index not in self._taken]
         if not keep_queue:
             self._end(self._queue)
-            self._queue = _Part("queue", _remote(MessageQueue, terms.limit))
+            room = terms.limit + len(waiting)
+            self._queue = _Part("queue", _remote(MessageQueue, room, terms.kept, self._file))
         queue = self._present(self._queue)
         actor = _remote(
             Rollouter,
@@ -298,7 +308,6 @@ class Supply:
         )
         rollouter = _Part("rollouter", actor)
         if not keep_queue:
-            waiting = [sample for sample in anchor.state.queued if sample.index not in self._taken]
             _got(queue.actor.restore.remote(waiting))
         places: Places = _got(queue.actor.accept.remote(self._number))
         there = frozenset((*self._taken, *places.queued, *places.handed_out))

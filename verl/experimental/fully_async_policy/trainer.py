@@ -32,6 +32,7 @@ from verl.experimental.fully_async_policy.supply import Supply, Terms
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.fleet.recovery import SYNC
 from verl.trainer.fleet.syncs import FAILED_SYNCS
+from verl.trainer.kept_samples import Amount
 from verl.trainer.ppo.core_algos import BASELINES
 from verl.trainer.ppo.dynamic_sampling import filling
 from verl.trainer.ppo.going_back import StateLost
@@ -48,12 +49,15 @@ class FullyAsyncTrainer(RayPPOTrainer):
     """A `RayPPOTrainer` that learns from samples of a queue."""
 
     KEPT = "engines, agent loops, reward workers, rollouter and queue"
+    GENERATES_AHEAD = True
 
     _supply: Supply | None = None
     _furthest: int = 0
     """The place of the last prompt that was taken."""
     _syncing: Future[tuple[SyncReport, Metrics | None]] | None = None
     _resumed: RollouterState | None = None
+    _waiting: int = 0
+    """The number of samples that waited for the trainer when it began, and that it has not taken yet."""
 
     @classmethod
     def adapted(cls, config: PPOConfig) -> PPOConfig:
@@ -130,6 +134,10 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """Context in which a rollouter fills the queue, starting with the prompts after `step`."""
         config = self.config
         required = _required(config)
+        resumed, file = self._with_kept(
+            self._resumed or RollouterState.at_beginning(self.train_dataloader.state_dict()), step
+        )
+        self._waiting = len(resumed.queued)
         self._supply = Supply(
             Terms(
                 config,
@@ -138,19 +146,42 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 asks_greedily=self.sampling.needs_greedy,
                 total_prompts=0 if config.trainer.val_only else self.total_steps * required,
                 limit=config.async_training.max_outstanding(required),
+                kept=self.kept,
             ),
-            resumed=self._resumed or RollouterState.at_beginning(self.train_dataloader.state_dict()),
+            resumed=resumed,
             rollouts=self.rollouts,
             follow_replicas=self.follow_replicas,
             max_in_flight=lambda: self.max_in_flight,
             loop=self.cluster.loop,
             limit=self.cluster.restart_limit,
+            file=file,
         )
         try:
             yield
         finally:
             supply, self._supply = self._supply, None
             supply.close()
+
+    def _with_kept(self, resumed: RollouterState, step: int) -> tuple[RollouterState, int]:
+        """`resumed`, the state after `step`, with the samples that were finished since then in the queue, and the
+        number of the file where the next one is kept.
+
+        The queue gets them in the order in which they were finished, so that the steps that are undone take the same.
+        """
+        if self.kept is None:
+            return resumed, step
+        found, unknown = self.kept.read(step), {prompt.index for prompt in resumed.in_flight}
+        samples: dict[int, tuple[Sample, Amount]] = {}
+        for record in found.records:
+            sample = Sample(*record.content)
+            if sample.index >= resumed.drawn or sample.index in unknown:  # else the checkpoint has it
+                samples.pop(sample.index, None)  # of one that was generated again only the last
+                samples[sample.index] = sample, record.amount
+        taken = sum((amount for _, amount in samples.values()), Amount())
+        found.tell(taken)
+        self.count_kept(taken)
+        self.count_kept(found.lost, "kept_dropped")
+        return replace(resumed, queued=(*resumed.queued, *(sample for sample, _ in samples.values()))), found.last
 
     def take(self, now: Step) -> DataProto:
         """The samples of this step, in the order of their prompts. Raises the rollouter's errors."""
@@ -205,6 +236,9 @@ class FullyAsyncTrainer(RayPPOTrainer):
             if self._syncing is not None and self._syncing.done():  # the rollouter may be waiting for one that failed
                 self.end_sync(now, version=now.number - 1)
 
+        if self._waiting > 0:  # what is taken before a sync has ended would not count against the bound of staleness
+            self.end_sync(now, version=now.number - 1)
+            self._waiting -= count
         self.supply.step = now.number
         return self.supply.take(count, look)
 

@@ -79,10 +79,20 @@ class HealingRollouts:
         """The agent loops' actors, for callers that distribute samples themselves."""
         return self._rollouts.workers
 
-    def start(self, prompts: DataProto) -> Generation:
-        """Generate in the background, one batch at a time. Only `Generation.result` heals, on the caller's thread."""
-        future = self._background.submit(self._rollouts.generate_sequences, prompts)
-        return Generation(future, partial(self._healing, prompts, future.result, self.changes))
+    def start(self, prompts: DataProto, keep: Callable[[DataProto], None] | None = None) -> Generation:
+        """Generate in the background, one batch at a time. Only `Generation.result` heals, on the caller's thread.
+
+        `keep` is called with what was generated before anybody else has it; it must return at once.
+        """
+
+        def generate() -> DataProto:
+            generated = self._rollouts.generate_sequences(prompts)
+            if keep is not None:
+                keep(generated)
+            return generated
+
+        future = self._background.submit(generate)
+        return Generation(future, partial(self._healing, prompts, future.result, self.changes, generate))
 
     @property
     def changes(self) -> int:
@@ -93,12 +103,19 @@ class HealingRollouts:
         """Restart dead engines and workers. True if the failed call may be tried again; see `Recovery.recovers`."""
         return self._recovery.recovers(BATCH, since=since, tried=tried)
 
-    def _healing(self, prompts: DataProto, attempt: Callable[[], DataProto], since: int) -> DataProto:
-        """`since`: `changes` when the attempt began. A sync may have healed what died since."""
+    def _healing(
+        self,
+        prompts: DataProto,
+        attempt: Callable[[], DataProto],
+        since: int,
+        generate: Callable[[], DataProto] | None = None,
+    ) -> DataProto:
+        """`since`: `changes` when the attempt began. A sync may have healed what died since. `generate`: a further
+        attempt, if that is another one than the first."""
 
         def again(_: Exception) -> DataProto:
             logger.warning("generating the batch of %d samples again", len(prompts))
-            return self._rollouts.generate_sequences(prompts)
+            return (generate or attempt)()
 
         return self._recovery.attempt(BATCH, attempt, failures=(Exception,), again=again, since=since)
 

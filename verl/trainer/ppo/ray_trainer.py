@@ -16,12 +16,14 @@ from typing import Any, Self
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.types import SyncReport
+from verl.checkpoint_engine.support.memory import in_words
 from verl.protocol import DataProto
 from verl.trainer.checkpoints import CheckpointDirectory, TrainerState
 from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
 from verl.trainer.fleet.recovery import WEIGHTS
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
+from verl.trainer.kept_samples import Amount, KeptSamples, discard
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.distillation import add_teacher_log_probs
 from verl.trainer.ppo.even_batches import without_padding
@@ -38,10 +40,11 @@ from verl.trainer.ppo.saves import Saves
 from verl.trainer.ppo.settled import of_whole_batches
 from verl.trainer.ppo.skipped_steps import Diverged, SkippedSteps
 from verl.trainer.ppo.slow_ranks import SlowRanks
-from verl.trainer.ppo.step import Step
+from verl.trainer.ppo.step import Metrics, Step
 from verl.trainer.ppo.traces import Traces
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.ppo.verl_names import refuse_arguments, refuse_overrides
+from verl.trainer.run_identity import identity_of
 from verl.utils.config import ConfigError
 from verl.utils.console import validation_rewards
 from verl.utils.dataset import PromptLoader
@@ -70,6 +73,12 @@ class RayPPOTrainer:
 
     KEPT = "engines, agent loops and reward workers"
     """For the log: what survives the loss of trainer ranks."""
+
+    GENERATES_AHEAD = False
+    """Whether samples wait for the trainer, so that `rollout.keep_tokens` has something to keep."""
+
+    kept: KeptSamples | None = None
+    """Samples that are in no checkpoint yet, during `fit`."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Raises ConfigError for a class that is written for verl's trainer."""
@@ -106,6 +115,8 @@ class RayPPOTrainer:
         self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         self.rewards_before: dict[str, float] = {}
         self.rewards_after: dict[str, float] = {}
+        self.kept_metrics: Metrics = {}
+        """Of the samples that were taken from `kept`, for the next step."""
         self._wanted_replicas = WantedReplicas(Path(config.trainer.output_dir) / "num_replicas")
         self._samples = SampleWriter(config.trainer.rollout_data_dir)
         phases = {name: partial(Asked, ask) for name, ask in self.who_knows_progress().items()}
@@ -138,7 +149,33 @@ class RayPPOTrainer:
         """Train until `total_steps`. Raises the first failure of any part, with that part's own traceback."""
         step = self.resume(resume_from) if resume_from else 0
         self._beginning = Beginning(resume_from, self.prompts_at_beginning(), self.kl_ctrl.value)
-        return self.going_back.until_done(self.train_after, step)
+        self.kept = self._keeping(resume_from)
+        try:
+            return self.going_back.until_done(self.train_after, step)
+        except Diverged:
+            self._end_keeping()  # with the same samples it would come to the same
+            raise
+
+    def _keeping(self, resume_from: Path | None) -> KeptSamples | None:
+        """What `rollout.keep_tokens` keeps. Deletes what the run will not take."""
+        config = self.config
+        continues = (
+            config.trainer.resume_mode != "disable" if resume_from is None else self.checkpoints.has(resume_from)
+        )
+        keeps = self.GENERATES_AHEAD and config.actor_rollout_ref.rollout.keep_tokens == "auto"
+        if not (continues and keeps):
+            discard(self.checkpoints.root)
+        if not keeps:
+            return None
+        kept = KeptSamples(
+            self.checkpoints.root, identity_of(config, type(self).__name__, self.train_dataloader.source)
+        )
+        logger.info(
+            "samples that no checkpoint has yet are kept in %s, at most %s (rollout.keep_tokens)",
+            kept.directory,
+            in_words(kept.most_nbytes),
+        )
+        return kept
 
     def train_after(self, start: int) -> TrainingResult:
         """Train on after step `start`, whose state the trainer ranks hold. Raises StateLost if they lose it."""
@@ -191,7 +228,17 @@ class RayPPOTrainer:
             self.validate(self.at(step))
         self.reports.write_timeline(self.at(step), last=True)
         self._saves.close()
+        self._end_keeping()
         return TrainingResult(step, self.rewards_before, self.rewards_after)
+
+    def _end_keeping(self) -> None:
+        if self.kept is not None:
+            self.kept.end()
+
+    def count_kept(self, amount: Amount, what: str = "kept") -> None:
+        """Add to the metrics of the next step what was taken from `kept`; or, as `kept_dropped`, what could not be."""
+        for name, value in amount.metrics(what).items():
+            self.kept_metrics[name] = self.kept_metrics.get(name, 0.0) + value
 
     # ---- a step
 
@@ -349,10 +396,13 @@ class RayPPOTrainer:
 
     def report(self, now: Step, batch: DataProto) -> None:
         now.metrics |= self.reports.metrics(batch, now, epoch=self._epoch(now.number))
-        now.metrics |= self._saves.metrics()
+        now.metrics |= self._saves.metrics() | self.kept_metrics
+        self.kept_metrics = {}
         self.tracking.log(now.metrics, now.number, now.histograms)
         self.reports.write_timeline(now)
         self._saves.publish()  # whoever resumes from it finds the records of its step
+        if self.kept is not None and self.checkpoints.last_step is not None:
+            self.kept.forget_before(self.checkpoints.last_step)
 
     # ---- where a run goes on
 
@@ -378,6 +428,8 @@ class RayPPOTrainer:
         Returns the step of that state, and the checkpoint or None.
         """
         self._saves.end()
+        if self.kept is not None:
+            self.kept.forget_from(0)  # this run draws and generates again
         checkpoint = self.checkpoints.last or self._beginning.checkpoint
         if checkpoint is None:
             step = 0

@@ -147,6 +147,12 @@ class RolloutConfig(Section):
         "(checkpoint_engine.pause_mode=keep)",
         choices=("clear", "salt", "keep"),
     )
+    keep_tokens: str = option(
+        "auto",
+        "in the asynchronous modes, keep the samples that no checkpoint has yet in files of the output directory, for "
+        "a run that is resumed; auto: up to a tenth of the free disk and of the free memory of the driver's host",
+        choices=("auto", "off"),
+    )
     load_format: str = option(
         "dummy", "where the engine's first weights come from; the first sync replaces them", choices=("dummy", "auto")
     )

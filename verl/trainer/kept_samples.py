@@ -1,0 +1,316 @@
+"""Keeps generated samples that are in no checkpoint yet, in files that outlive the driver: `rollout.keep_tokens`.
+
+    <output_dir>/kept_samples/    0700; removed when the run is complete
+        00000012.samples          0600; for the steps after step 12; records in the order of writing
+
+A record is a line of JSON and as many bytes as that says. The first one of a file says whose it is. A run that is
+resumed from its checkpoint of step 12 reads the files from number 12 on. It trains on them in their order, so that it
+repeats the steps that are undone, with their samples, before it generates others.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import xxhash
+
+from verl.checkpoint_engine.support.memory import in_words
+from verl.protocol import DataProto
+from verl.trainer.plain_state import from_plain, to_plain
+from verl.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NAME = "kept_samples"
+SHARE = 10
+"""Samples take at most this part of the disk's free space and of the host's free memory, which has to hold them."""
+_FILE = re.compile(r"(\d{8})\.samples", re.ASCII)
+_LINE_NBYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number of responses, and of tokens that the policy generated in them."""
+
+    responses: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.responses + other.responses, self.tokens + other.tokens)
+
+    def __str__(self) -> str:
+        return f"{self.responses} responses of {self.tokens} tokens"
+
+    def metrics(self, what: str) -> dict[str, float]:
+        return {f"rollout/{what}_responses": float(self.responses), f"rollout/{what}_tokens": float(self.tokens)}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was appended to the file with this number."""
+
+    number: int
+    content: Any
+    amount: Amount
+
+
+@dataclass
+class Found:
+    """The records of a run that was interrupted, in the order of writing, and what of it cannot be used."""
+
+    records: list[Record]
+    last: int
+    """The number of the last file, to which the next records belong if their order is to be that of writing."""
+    dropped: dict[str, Amount] = field(default_factory=dict)
+    """By reason."""
+
+    def drop(self, why: str, amount: Amount) -> None:
+        self.dropped[why] = self.dropped.get(why, Amount()) + amount
+
+    def tell(self, taken: Amount) -> None:
+        """Log in one line what becomes of all of it."""
+        if taken.responses or self.lost.responses:
+            reasons = "".join(f"; dropped: {amount}, {why}" for why, amount in self.dropped.items())
+            logger.info("trains on %s from before the restart (rollout.keep_tokens)%s", taken, reasons)
+
+    @property
+    def lost(self) -> Amount:
+        return sum(self.dropped.values(), Amount())
+
+
+class KeptSamples:
+    """The files of one run. Can be pickled; one process at a time appends, another one may read and delete.
+
+    `append` never fails: a run does not depend on it. After an error of the disk it keeps nothing more.
+    """
+
+    def __init__(self, output_dir: Path, identity: Mapping[str, str]) -> None:
+        """`identity`: digests, by name, of all that has to be the same in the run that reads these samples."""
+        self.directory = output_dir.absolute() / NAME
+        self._identity = dict(identity)
+        disk = shutil.disk_usage(next(path for path in self.directory.parents if path.is_dir()))
+        self.most_nbytes = min(disk.free, psutil.virtual_memory().available) // SHARE
+        self._full: int | None = None
+        """The number of the file that is incomplete, because there was no room for the rest."""
+        self._is_over = False
+
+    def append(self, number: int, content: Any, generated: DataProto) -> None:
+        """Append `content`, made of plain values and batches, whose tokens `generated` has."""
+        if self._is_over or self._full == number:
+            return
+        try:
+            payload = _packed(content)
+            amount = amount_of(generated)
+            record = _framed({"responses": amount.responses, "tokens": amount.tokens}, payload)
+            used = self._nbytes()
+            if used + len(record) > self.most_nbytes:
+                self._full = number
+                record = _framed({"full": True})
+                logger.warning(
+                    "samples take %s, and may take %s: until the next checkpoint no others are kept for a restart "
+                    "(rollout.keep_tokens)",
+                    *(in_words(used), in_words(self.most_nbytes)),
+                )
+            self._write(number, record)
+        except (OSError, TypeError) as exc:  # the disk; a value that is neither plain nor a batch
+            self._give_up(exc)
+
+    def begin(self, number: int) -> None:
+        """Make or mend the file to which the next records go: its last writer may have died in the middle of one."""
+        if self._is_over:
+            return
+        path = self._path(number)
+        try:
+            if path.exists():
+                whole = 0
+                with path.open("rb") as file:
+                    for *_, end in _frames(file):
+                        whole = end
+                os.truncate(path, whole)
+            self._write(number, b"")
+        except OSError as exc:
+            self._give_up(exc)
+
+    def end(self) -> None:
+        """Delete all; this process keeps nothing more."""
+        self._is_over = True
+        discard(self.directory.parent)
+
+    def _write(self, number: int, record: bytes) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(self._path(number), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "ab") as file:
+            if file.tell() == 0:
+                file.write(_framed({"run": self._identity}))
+            file.write(record)
+
+    def _give_up(self, why: Exception) -> None:
+        logger.warning("samples are not kept for a restart (rollout.keep_tokens): %s", why)
+        self.end()
+
+    def read(self, first: int) -> Found:
+        """The records in the files from number `first` on, if that one is there. Deletes what is not returned."""
+        found = Found([], first)
+        why = "" if self._path(first).exists() else f"the checkpoint is of step {first}, and they are of later ones"
+        for number, path in self._files():
+            if number < first:  # the checkpoint has them
+                path.unlink()
+                continue
+            end = 0
+            if not why:
+                why, end = self._read(number, path, found)
+            if why:
+                self._count(path, end, why, found)
+                if not end:
+                    path.unlink()
+                    continue
+                os.truncate(path, end)
+            found.last = number
+        return found
+
+    def forget_from(self, number: int) -> None:
+        for other, path in self._files():
+            if other >= number:
+                path.unlink(missing_ok=True)
+
+    def forget_before(self, number: int) -> None:
+        """A checkpoint of step `number` is complete."""
+        for other, path in self._files():
+            if other < number:
+                path.unlink(missing_ok=True)
+
+    def _read(self, number: int, path: Path, found: Found) -> tuple[str, int]:
+        """Add the records of a file. Returns why those that follow do not count, if so, and where the last that does
+        ends."""
+        end = 0
+        with path.open("rb") as file:
+            for head, payload, after in _frames(file):
+                if "run" in head:
+                    other = [name for name in self._identity if head["run"].get(name) != self._identity[name]]
+                    if other:
+                        return f"of a run with another {', another '.join(other)}", 0
+                elif "full" in head:
+                    return "for which there was no room", end
+                elif not end:
+                    return "of an unknown run", 0
+                else:
+                    try:
+                        content = _unpacked(payload)
+                    except ConfigError as exc:
+                        return f"which cannot be read ({exc})", end
+                    found.records.append(Record(number, content, Amount(head["responses"], head["tokens"])))
+                end = after
+            is_whole = end == path.stat().st_size
+        return ("" if is_whole else "damaged, or after a damaged one"), end
+
+    @staticmethod
+    def _count(path: Path, start: int, why: str, found: Found) -> None:
+        """Counts records that are dropped, as far as they say how large they are."""
+        with path.open("rb") as file:
+            file.seek(start)
+            for head, _, _ in _frames(file, verify=False):
+                if "responses" in head:
+                    found.drop(why, Amount(head["responses"], head["tokens"]))
+
+    def _nbytes(self) -> int:
+        nbytes = 0
+        for _, path in self._files():
+            with suppress(FileNotFoundError):  # a checkpoint has just made it superfluous
+                nbytes += path.stat().st_size
+        return nbytes
+
+    def _files(self) -> list[tuple[int, Path]]:
+        if not self.directory.is_dir():
+            return []
+        named = ((_FILE.fullmatch(path.name), path) for path in self.directory.iterdir())
+        return sorted((int(match[1]), path) for match, path in named if match)
+
+    def _path(self, number: int) -> Path:
+        return self.directory / f"{number:08}.samples"
+
+
+def discard(output_dir: Path) -> None:
+    """Delete what a run left in its output directory."""
+    shutil.rmtree(output_dir / NAME, ignore_errors=True)
+
+
+def amount_of(generated: DataProto) -> Amount:
+    """Of a batch of responses."""
+    assert generated.batch is not None
+    return Amount(len(generated), int(generated.batch["response_mask"].sum()))
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two values of `to_plain` are equal."""
+    import torch
+
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(are_same(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other) and type(one) is type(other)
+
+
+def _packed(content: Any) -> bytes:
+    import torch
+
+    target = io.BytesIO()
+    torch.save(to_plain(content), target)
+    return target.getvalue()
+
+
+def _unpacked(payload: bytes) -> Any:
+    """Raises ConfigError."""
+    import torch
+
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            plain = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    except Exception as exc:  # torch's reader raises whatever it stumbles over
+        raise ConfigError((str(exc).splitlines() or [type(exc).__name__])[0]) from exc
+    return from_plain(plain)
+
+
+def _framed(head: Mapping[str, Any], payload: bytes = b"") -> bytes:
+    head = {**head, "nbytes": len(payload)}
+    return json.dumps({**head, "digest": _digest(head, payload)}).encode() + b"\n" + payload
+
+
+def _frames(file: IO[bytes], *, verify: bool = True) -> Iterator[tuple[dict[str, Any], bytes, int]]:
+    """Head, content and end of each record up to the first one that is not whole. Without `verify`, damaged content is
+    skipped."""
+    size = os.fstat(file.fileno()).st_size
+    while line := file.readline(_LINE_NBYTES):
+        try:
+            head = dict(json.loads(line))
+            digest, nbytes = str(head.pop("digest")), int(head["nbytes"])
+            Amount(int(head.get("responses", 0)), int(head.get("tokens", 0)))
+        except (ValueError, KeyError, TypeError):
+            return
+        end = file.tell() + nbytes
+        if nbytes < 0 or end > size:
+            return
+        payload = file.read(nbytes) if verify else b""
+        if verify and _digest(head, payload) != digest:
+            return
+        file.seek(end)
+        yield head, payload, end
+
+
+def _digest(head: Mapping[str, Any], payload: bytes) -> str:
+    digest = xxhash.xxh3_128(json.dumps(head, sort_keys=True).encode())
+    digest.update(payload)
+    return digest.hexdigest()

@@ -24,6 +24,7 @@ from verl.workers.rollout.records import SamplingOptions
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv/verifiers/bin/python"
+PYTHON_OF_TASKS = ROOT / ".venv/verifiers-0.4/bin/python"
 LOOP = "verl.experimental.agent_loop.verifiers_agent:VerifiersAgentLoop"
 FOUND = f"{ROOT}/examples/environments:{Path(__file__).parent}"
 FAILURES = {
@@ -180,6 +181,37 @@ def test_nothing_of_the_program_is_left(environments):
         return False
 
     assert not [process for process in psutil.process_iter() if is_left(process)]
+
+
+@pytest.mark.job
+def test_tasks_of_verifiers_0_4_run_in_its_harness(tmp_path, monkeypatch):
+    if not PYTHON_OF_TASKS.exists():
+        pytest.skip("no .venv/verifiers-0.4 with verifiers 0.4 and uv, which downloads its harness")
+    monkeypatch.setenv("PYTHONPATH", FOUND)
+    command = ["prepare", "verifiers", "--environment", "tasks_environment", "--python", str(PYTHON_OF_TASKS)]
+    assert main([*command, "--to", str(tmp_path)]) == 0
+    found = Ran(tmp_path)
+
+    async def run_all():
+        try:
+            await asyncio.gather(*(found.run(n, found.row(f"{n}+1=?"), "1") for n in range(5)))
+        finally:
+            await agent_program.close_programs()
+
+    asyncio.run(run_all())
+    assert [found.outputs[n].reward_score for n in range(5)] == [1, 0, 0, 0, 0]
+    assert [found.outputs[n].metrics["agent_failed"] for n in range(5)] == [0, 0, 0, 1, 1]
+    first = found.outputs[0]
+    assert (first.numbers["environment/length"], first.numbers["environment/reward/right"]) == (1, 1)
+    assert first.response_ids == [*found.tokenizer.encode("1"), found.tokenizer.eos_token_id]
+    (prompt,) = found.managers[0].prompts
+    assert (
+        prompt
+        == first.prompt_ids
+        == found.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "0+1=?"}], add_generation_prompt=True, return_dict=False
+        )
+    )
 
 
 def test_samples_that_an_environment_rewards_need_no_rule(tmp_path):

@@ -19,13 +19,13 @@ from verl.utils.config import ConfigError
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 CHECK_S = 300.0
 ROWS_S = 3600.0
-INSTALL = "python -m venv .venv-verifiers && .venv-verifiers/bin/pip install 'verifiers>=0.1.14,<0.4' {package}"
+INSTALL = "python -m venv .venv-verifiers && .venv-verifiers/bin/pip install 'verifiers>=0.1.14,<0.5' uv {package}"
 """`package` is the environment's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """An environment by name, with the arguments of its `load_environment`."""
+    """An environment by name, with the arguments of its `load_environment`, or its block of verifiers 0.4."""
 
     environment: str
     arguments: Mapping[str, Any]

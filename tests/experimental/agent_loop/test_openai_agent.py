@@ -472,12 +472,15 @@ def test_a_program_that_fails_is_named_and_leaves_nothing(tmp_path):
 SERVER = """
 import json, sys, threading, urllib.request
 
+writing = threading.Lock()  # print writes a line and its end one after the other
+
 def answer(asked):
     headers = {"Authorization": "Bearer " + asked["api_key"], "Content-Type": "application/json"}
     body = json.dumps({"model": "m", "messages": asked["sample"]["messages"]}).encode()
     request = urllib.request.Request(asked["base_url"] + "/chat/completions", body, headers)
     said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-    print(json.dumps({"id": asked["id"], "result": {"score": float(said)}}), flush=True)
+    with writing:
+        print(json.dumps({"id": asked["id"], "result": {"score": float(said)}}), flush=True)
 
 for line in sys.stdin:
     asked = json.loads(line)

@@ -182,17 +182,30 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_environment_options(prepare: argparse.ArgumentParser) -> None:
     prepare.add_argument("--environment", required=True, metavar="NAME", help="as verifiers.load_environment takes it")
-    prepare.add_argument("--arguments", type=json.loads, default={}, metavar="JSON", help="those of the environment")
+    prepare.add_argument("--arguments", type=_json, default={}, metavar="JSON", help="those of the environment")
     prepare.add_argument("--python", metavar="FILE", help="the interpreter that has it (default: this one)")
     prepare.add_argument("--to", type=Path, metavar="DIR", help="of train.parquet, test.parquet and agents.yaml")
-    prepare.add_argument("--limit", type=int, default=1_000_000, metavar="N", help="samples of a split at most")
+    prepare.add_argument("--limit", type=_count, default=1_000_000, metavar="N", help="samples of a split at most")
     prepare.add_argument(
         "--test-size",
-        type=int,
+        type=_count,
         metavar="N",
         help="samples to hold out if the environment has none for evaluation (default: a tenth, at most 100)",
     )
     prepare.add_argument("--force", action="store_true", help="replace files that are there")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {exc}") from exc
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
 
 
 def _add_recipe_options(prepare: argparse.ArgumentParser) -> None:

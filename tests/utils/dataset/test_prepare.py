@@ -151,3 +151,18 @@ def test_a_question_with_other_marks_than_pictures_is_named(tmp_path, capsys):
     assert main(["prepare", "geo3k", "--from", str(source), "--to", str(tmp_path / "made.parquet")]) == 2
     assert "row 1 of" in (told := capsys.readouterr().err)
     assert "column 'problem' has 1 marks <image> for 2 pictures" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--arguments", "{seed: 1}"), "--arguments: '{seed: 1}' is not JSON"),
+        (("--limit", "-3"), "--limit: '-3' is not a number from 1"),
+        (("--test-size", "0"), "--test-size: '0' is not a number from 1"),
+    ],
+)
+def test_options_of_an_environment_that_cannot_be_are_named(capsys, words, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["prepare", "verifiers", "--environment", "any", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

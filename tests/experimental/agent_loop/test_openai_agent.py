@@ -461,7 +461,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_endpoint(tmp_path, monk
 
 
 def test_a_program_that_fails_is_named_and_leaves_nothing(tmp_path):
-    (tmp_path / "agent.sh").write_text(f"sleep 600 >&- 2>&- & echo $! > {tmp_path}/pid; echo why >&2; exit 3")
+    (tmp_path / "agent.sh").write_text(f"setsid sleep 600 >&- 2>&- & echo $! > {tmp_path}/pid; echo why >&2; exit 3")
     with pytest.raises(AgentCodeError, match="agent.sh' ended with exit code 3: why"):
         run(None, agent=None, command=f"sh {tmp_path}/agent.sh")
     child = int((tmp_path / "pid").read_text())

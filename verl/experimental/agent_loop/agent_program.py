@@ -16,17 +16,18 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-import psutil
-
 from verl.envs import of_a_program
 from verl.experimental.agent_loop.errors import AgentCodeError
 from verl.experimental.agent_loop.openai_endpoint import ModelAccess
+from verl.utils.marked_processes import kill_marked
 
 MOST_OUTPUT = 2**16
 """Characters of a program's output that are kept."""
 LONGEST_LINE = 2**26
 """Bytes."""
 KEPT_LINES = 20
+MARK = "VERL_AGENT_PROGRAM"
+"""Environment variable of a program and of all that it starts."""
 END_WITHIN_S = 5.0
 """After a program's stdin was closed."""
 
@@ -34,11 +35,12 @@ END_WITHIN_S = 5.0
 async def run_once(command: str, access: ModelAccess, sample: Mapping[str, Any]) -> str:
     """The output of a program for one sample, which is JSON on its stdin. Raises AgentCodeError if it fails; nothing
     of it survives."""
-    process = await _started(command, access.environment)
+    mark = uuid4().hex
+    process = await _started(command, {**access.environment, MARK: mark})
     try:
         out, err = await process.communicate(json.dumps(sample).encode())
     finally:
-        await _end(process)
+        await _end(process, mark)
     if process.returncode:
         lines = err.decode(errors="replace").strip().splitlines()
         raise AgentCodeError(f"{command!r} ended with exit code {process.returncode}: {_last(lines)}")
@@ -55,8 +57,7 @@ class AgentProgram:
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._mark = {"VERL_AGENT_PROGRAM": uuid4().hex}
-        """In the environment of all that it starts, in whatever session."""
+        self._mark = uuid4().hex
         self._process: asyncio.subprocess.Process | None = None
         self._stdin: asyncio.StreamWriter | None = None
         """Of the last process."""
@@ -93,19 +94,14 @@ class AgentProgram:
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), END_WITHIN_S)
-        await self._end(process)
+        await _end(process, self._mark)
         await asyncio.gather(*self._reading)
 
     async def _start(self) -> None:
         self._said.clear()
-        process = self._process = await _started(self._command, self._mark)
+        process = self._process = await _started(self._command, {MARK: self._mark})
         self._stdin = process.stdin
         self._reading = [asyncio.create_task(work) for work in (self._answers(process), self._errors(process))]
-
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        _kill_group(process)
-        await asyncio.to_thread(_kill_marked, self._mark)
-        await process.wait()  # and for its pipes, which others may have inherited
 
     def _tell(self, message: Mapping[str, Any]) -> asyncio.StreamWriter:
         assert self._stdin is not None
@@ -120,7 +116,7 @@ class AgentProgram:
                 self._answer(line)
         except (ValueError, TypeError, RecursionError) as exc:  # of a line that is too long, too
             problem = f"answered what is no line of the protocol: {exc}"
-        await self._end(process)
+        await _end(process, self._mark)
         await self._reading[1]
         self._process = None
         why = problem or f"ended with exit code {process.returncode}: {_last(list(self._said))}"
@@ -186,23 +182,12 @@ async def _started(command: str, variables: Mapping[str, str]) -> asyncio.subpro
         raise AgentCodeError(f"{command!r} cannot be started: {exc}") from exc
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """With all that it started."""
-    _kill_group(process)
-    await process.wait()
-
-
-def _kill_group(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
+    """With all that it started, in whatever session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _kill_marked(mark: Mapping[str, str]) -> None:
-    """What the program started in sessions of their own, which its group does not hold."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if mark.items() <= process.environ().items():
-                process.kill()
+    await asyncio.to_thread(kill_marked, MARK, mark)
+    await process.wait()  # and for its pipes, which others may have inherited
 
 
 def _last(lines: list[str]) -> str:

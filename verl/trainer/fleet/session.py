@@ -30,6 +30,7 @@ from verl.compat.ray import (
 )
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.failures import NamedFailure
+from verl.utils.marked_processes import kill_marked
 
 from . import ending_agents
 from .ray_watch import RayLost, RayWatch, gcs_of, raylet_of
@@ -282,9 +283,10 @@ def _init(arguments: dict[str, Any], strangers: set[psutil.Process], mark: str) 
 
 
 def _kill_started(strangers: set[psutil.Process], mark: str) -> None:
-    """Whatever of Ray has started: this process's children but for `strangers`, and what has lost its parent."""
+    """Whatever of Ray has started: this process's children but for `strangers`, and what has lost its parent: agents,
+    if Ray has ended their daemon itself."""
     _kill_with_descendants(set(psutil.Process().children()) - strangers)
-    _kill_marked(mark)
+    kill_marked(MARK, mark)
 
 
 def _kill_with_descendants(processes: Iterable[psutil.Process]) -> None:
@@ -298,21 +300,6 @@ def _kill_with_descendants(processes: Iterable[psutil.Process]) -> None:
     for process in stopped:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _kill_marked(mark: str) -> None:
-    """Those that have lost their parents, and so are no descendants: agents, if Ray has ended their daemon itself."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it has just ended, or is somebody else's
-            if f"{MARK}={mark}".encode() in _environment(process):
-                process.kill()
-
-
-def _environment(process: psutil.Process) -> list[bytes]:
-    """An agent that has taken its title has overwritten the beginning, where psutil stops to read."""
-    if sys.platform == "linux":
-        return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    return [f"{name}={value}".encode() for name, value in process.environ().items()]
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

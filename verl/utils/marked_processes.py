@@ -1,4 +1,4 @@
-"""Processes with a mark in their environment. What they start inherits it, in whatever session, with or without them."""
+"""Processes with a mark in their environment, which what they start inherits, in whatever session."""
 
 from __future__ import annotations
 

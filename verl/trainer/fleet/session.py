@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -120,8 +121,8 @@ class RaySession:
         self._log_dir: Path | None = None
         self._cleanup: CleanupProcess | None = None
         self._watches: list[RayWatch] = []
-        self._agent_port: socket.socket | None = None
-        """Reserved for an agent of Ray."""
+        self._release_port: weakref.finalize[..., RaySession] | None = None
+        """Of the port that is reserved for an agent of Ray."""
         self._without_gcs = ""
         """What has become of it."""
         self._need_gcs = 0
@@ -157,8 +158,9 @@ class RaySession:
         if address == LOCAL:
             ours["_system_config"] = GCS_MISSED | dict(arguments.get("_system_config") or {})
         said = {f"RAY_{key}": str(value) for key, value in OF_RAYLET.items() if address == LOCAL}
-        self._agent_port = reserve_port()
-        port = self._agent_port.getsockname()[1]
+        reserved = reserve_port()
+        self._release_port = weakref.finalize(self, reserved.close)
+        port = reserved.getsockname()[1]
         with sigterm_left_alone(), without_idle_processes(ours), agents_not_awaited(ours, port):
             strangers = set(psutil.Process().children())
             mark = secrets.token_hex(8)
@@ -209,8 +211,8 @@ class RaySession:
         if self._cleanup is not None:
             self._cleanup.close()
             self._cleanup = None
-        if self._agent_port is not None:
-            self._agent_port.close()
+        if self._release_port is not None:
+            self._release_port()
         self._closed.set()
 
     @property

@@ -22,7 +22,7 @@ def main(pipe: Connection, name: str, rank: int, world: int) -> None:
     """Sends how many shards it has compared."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     directory = builtin_model(name)
-    model, conversion = shapes._converted(shapes._config(directory)[0])
+    model, conversion = shapes._whole(shapes._config(directory)[0])
     sharding = FSDP2Sharding()
     held = sharding.held(sharding.shard(model, FSDPConfig(), torch.device("cpu")))
     source = FSDPWeightSource(as_in_checkpoint(held, conversion), rollout_dtype="bfloat16")

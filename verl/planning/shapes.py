@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from verl.checkpoint_engine.errors import PlanError
 from verl.checkpoint_engine.plan.layout import Layout
 from verl.checkpoint_engine.plan.shards import ShardTable
 from verl.checkpoint_engine.plan.types import Shard, TensorSpec
+from verl.planning.alike import NotAlike, Thinned
 from verl.planning.job import Job
 from verl.utils.config import ConfigError
 from verl.workers.config.megatron import MegatronConfig
@@ -83,40 +85,70 @@ def _config(path: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def _fully_sharded(config: Any, job: Job) -> tuple[Layout, list[ShardTable]]:
-    model, conversion = _converted(config)
+    model, conversion, names = _thinned(config)
+    few = Layout.of(list(_specs(model, conversion, job.dtype)))
+    like = [few.index[name] for name in names.values()]
+    specs = (few.specs[row] for row in like)
+    layout = Layout.of(
+        [TensorSpec(name=name, shape=spec.shape, dtype=spec.dtype) for name, spec in zip(names, specs, strict=True)]
+    )
     buffers = {name for name, _ in model.named_buffers()}
-    layout = Layout.of(list(_specs(model, conversion, job.dtype)))
-    pieces = _Pieces.of(layout, conversion, {name: tuple(t.shape) for name, t in model.state_dict().items()}, buffers)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    pieces = _Pieces.of(few, conversion, shapes, buffers).repeated(np.array(like))
     parts = job.trainers.ranks if job.fsdp_size == -1 else job.fsdp_size
-    distinct = [pieces.rows(layout, part, parts) for part in range(parts)]
+    distinct = pieces.dealt_out(layout, parts)
     return layout, [distinct[rank % parts] for rank in range(job.trainers.ranks)]
 
 
-def _converted(config: Any) -> tuple[Any, Conversion]:
-    """The model without memory, and its checkpoint as transformers would write and read it."""
+def _thinned(config: Any) -> tuple[Any, Conversion, dict[str, str]]:
+    """A model that lacks layers like others, its checkpoint, and the whole one: each tensor, and the one it is like."""
+    model = _model_of(config)
+    try:
+        thinned = Thinned.of(model)
+        conversion = _conversion_of(model)
+        return model, conversion, thinned.names(conversion)
+    except (NotAlike, PlanError):  # the whole model takes longer, or has an error that names all of its tensors
+        model, conversion = _whole(config)
+        return model, conversion, {name: name for name in conversion.shapes}
+
+
+def _whole(config: Any) -> tuple[Any, Conversion]:
+    model = _model_of(config)
+    return model, _conversion_of(model)
+
+
+def _model_of(config: Any) -> Any:
+    """The model without memory."""
     import torch
-    from transformers.core_model_loading import revert_weight_conversion
 
     from verl.utils.language_model import auto_class
-    from verl.workers.hf.conversion import conversion_of, first_names
-    from verl.workers.hf.rearranged import Rearranged
 
     try:
         with torch.device("meta"):
-            model = auto_class(config).from_config(config, dtype=torch.float32)
+            return auto_class(config).from_config(config, dtype=torch.float32)
     except (ValueError, ImportError, AttributeError, TypeError) as exc:
         why = str(exc).strip().splitlines()[0]  # names of all other classes follow
         raise ConfigError(f"transformers cannot build a causal language model of {config.model_type}: {why}") from exc
+
+
+def _conversion_of(model: Any) -> Conversion:
+    """The model's checkpoint as transformers would write and read it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from verl.workers.hf.conversion import conversion_of, first_names
+    from verl.workers.hf.rearranged import Rearranged
+
     again = first_names(model)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
     symbolic: Any = {name: Rearranged.of(name, shape) for name, shape in own.items()}
     try:
         saved: dict[str, Any] = revert_weight_conversion(model, symbolic)
     except (ValueError, IndexError, KeyError, AttributeError, RuntimeError) as exc:
-        raise PlanError(f"the tensors of {config.model_type} do not follow from its config: {exc}") from exc
+        kind = model.config.model_type
+        raise PlanError(f"the tensors of {kind} do not follow from its config: {exc}") from exc
     conversion = conversion_of(model, {name: tuple(tensor.shape) for name, tensor in saved.items()})
     conversion.require_whole()
-    return model, conversion
+    return conversion
 
 
 def _specs(model: Any, conversion: Conversion, dtype: str) -> Iterator[TensorSpec]:
@@ -176,21 +208,40 @@ class _Pieces:
             tensor, low, high, of_target, whole.astype(bool), table[:, 6 : 6 + width], table[:, 6 + width :], along
         )
 
-    def rows(self, layout: Layout, part: int, parts: int) -> ShardTable:
-        """Of rank `part` of `parts`: equal chunks, the last ones smaller or empty."""
-        chunk = -(-self.rows_of_target // parts)
-        first = np.where(self.is_whole, 0, np.minimum(part * chunk, self.rows_of_target))
-        last = np.where(self.is_whole, self.rows_of_target, np.minimum((part + 1) * chunk, self.rows_of_target))
-        low, high = np.maximum(self.low, first), np.minimum(self.high, last)
-        mine = np.flatnonzero(low < high)
-        start, stop = self.start[mine], self.stop[mine]
-        cut = np.flatnonzero(self.along[mine] >= 0)
-        dims = self.along[mine][cut]
-        begun = start[cut, dims] + (low - self.low)[mine][cut]
-        start[cut, dims], stop[cut, dims] = begun, begun + (high - low)[mine][cut]
-        table = ShardTable.empty(layout, len(mine))
-        table.tensor[:], table.start[:], table.stop[:] = self.tensor[mine], start, stop
-        return table
+    def repeated(self, like: npt.NDArray[np.int64]) -> _Pieces:
+        """The pieces of other tensors: tensor i has those that `like[i]` has here."""
+        bounds = np.searchsorted(self.tensor, np.stack([like, like + 1]))
+        tensor, rows = _ranges(*bounds)
+        return _Pieces(tensor, *(getattr(self, field.name)[rows] for field in fields(self)[1:]))
+
+    def dealt_out(self, layout: Layout, parts: int) -> list[ShardTable]:
+        """The boxes of each of `parts` ranks: equal chunks of rows, the last ones smaller or empty."""
+        chunk = np.maximum(-(-self.rows_of_target // parts), 1)
+        some = self.low < self.high
+        first = np.where(self.is_whole, 0, self.low // chunk)
+        last = np.where(self.is_whole, parts, -(-self.high // chunk))
+        piece, part = _ranges(first[some], last[some])
+        piece = np.flatnonzero(some)[piece]
+        order = np.argsort(part.astype(np.min_scalar_type(parts)), kind="stable")  # linear for 2-byte integers
+        piece, part = piece[order], part[order]
+        table = ShardTable.empty(layout, len(piece))
+        table.tensor[:], table.start[:], table.stop[:] = self.tensor[piece], self.start[piece], self.stop[piece]
+        cut = np.flatnonzero((self.along[piece] >= 0) & ~self.is_whole[piece])
+        piece, begin, dims = piece[cut], part[cut] * chunk[piece[cut]], self.along[piece[cut]]
+        low, high = np.maximum(self.low[piece], begin), np.minimum(self.high[piece], begin + chunk[piece])
+        table.start[cut, dims] += low - self.low[piece]
+        table.stop[cut, dims] -= self.high[piece] - high
+        bounds = np.searchsorted(part, np.arange(parts + 1)).tolist()
+        return [table.take(slice(low, high)) for low, high in pairwise(bounds)]
+
+
+def _ranges(
+    start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(i, j) for each j of each range `start[i]:stop[i]`, as columns."""
+    counts = stop - start
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - start, counts)
 
 
 # ---- megatron

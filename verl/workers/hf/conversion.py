@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,13 +154,19 @@ class _Collected:
     keys: dict[str, list[str]] = field(default_factory=dict)
     """By pattern of the rule."""
 
+    def series(self) -> list[list[str]]:
+        """Keys that a rule numbers, as it does experts."""
+        if not isinstance(self.transform, WeightConverter):
+            return []
+        return [keys for pattern, keys in self.keys.items() if "*" in pattern]
+
 
 class _Loading:
     """transformers' `convert_and_load_state_dict_in_model`, step by step, on names and shapes."""
 
     def __init__(self, model: PreTrainedModel, own: Shapes) -> None:
         self._model = model
-        self._own = own
+        self._own = dict(own)
         self._transforms = get_model_conversion_mapping(model)
         self._collected: dict[str, _Collected] = {}
         self._shapes: Shapes = {}
@@ -176,9 +182,9 @@ class _Loading:
         base = self._model.base_model_prefix
         nowhere: dict[str, str] = {}
         for key in sorted(shapes, key=dot_natural_key):
-            target, pattern = rename_source_key(key, renamings, converters, base, dict(self._own))
+            target, pattern = rename_source_key(key, renamings, converters, base, self._own)
             if target not in self._own and key in self._own:
-                target, pattern = rename_source_key(key, [], [], base, dict(self._own))
+                target, pattern = rename_source_key(key, [], [], base, self._own)
             if target not in self._own:
                 nowhere[key] = target
                 continue
@@ -212,8 +218,9 @@ class _Loading:
         made: dict[str, Rearranged] = {}
         problems: dict[str, str] = {}
         missing: set[str] = set()
+        saved = self._saved([target for target, group in self._collected.items() if group.series()])
         for target, group in self._collected.items():
-            if gaps := self._gaps(target, group):
+            if gaps := self._gaps(target, group, saved):
                 missing |= gaps
                 continue
             try:
@@ -225,13 +232,13 @@ class _Loading:
             made |= {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
         return made, problems, missing
 
-    def _gaps(self, target: str, group: _Collected) -> set[str]:
-        """Members of a series (experts by number) that the checkpoint lacks; a series would close over them."""
+    def _gaps(self, target: str, group: _Collected, saved: Mapping[str, set[str]]) -> set[str]:
+        """Members of a series that the checkpoint lacks; a series would close over them."""
         if not isinstance(group.transform, WeightConverter):
             return set()
-        numbered = [keys for pattern, keys in group.keys.items() if "*" in pattern]
+        numbered = group.series()
         expected = {member for keys in numbered for member in _series(keys, max(len(other) for other in numbered))}
-        usual = self._reverted(target) if numbered else set()
+        usual = saved[target] if numbered else set()
         if usual & self._shapes.keys():
             expected |= usual
         if gaps := expected - self._shapes.keys():
@@ -249,16 +256,24 @@ class _Loading:
         """The names that a checkpoint should have for these tensors of the model, those that it has left out."""
         names: set[str] = set()
         for target in targets:
-            names |= self._reverted(target) - self._shapes.keys() or {target}
+            names |= self._saved([target])[target] - self._shapes.keys() or {target}
         return names
 
-    def _reverted(self, target: str) -> set[str]:
-        """The names under which transformers would save it; none if it cannot tell from the shape alone."""
-        symbolic: Any = {target: Rearranged.of(target, self._own[target])}
+    def _saved(self, targets: Sequence[str]) -> dict[str, set[str]]:
+        """The names under which transformers would save each tensor; none if it cannot tell from the shape alone."""
+        names: dict[str, set[str]] = {target: set() for target in targets}
+        if not targets:
+            return names
+        symbolic: Any = {target: Rearranged.of(target, self._own[target]) for target in targets}
         try:
-            return set(revert_weight_conversion(self._model, symbolic))
+            saved: Any = revert_weight_conversion(self._model, symbolic)
         except (ValueError, IndexError, KeyError, AttributeError, RuntimeError):
-            return set()
+            # It may be able to tell of others.
+            return names if len(targets) == 1 else {target: self._saved([target])[target] for target in targets}
+        for name, tensor in saved.items():
+            for piece in tensor.pieces:
+                names[piece.origin].add(name)
+        return names
 
 
 def _series(keys: list[str], count: int) -> set[str]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import ge
 from typing import Any
 
 import torch
@@ -49,6 +51,19 @@ class Piece:
             for first, dim in zip(self.start, self.dims, strict=True)
         )
         return replace(self, box=Box(low, high), start=start)
+
+    def between(self, dim: int, low: int, high: int) -> Piece | None:
+        """The part at `low <= index < high` of dimension `dim` of the rearranged tensor, as a piece of that part."""
+        old = self.box.start[dim]
+        first, last = max(old, low), min(self.box.stop[dim], high)
+        box = Box(_with(self.box.start, dim, first - low), _with(self.box.stop, dim, last - low))
+        if any(map(ge, box.start, box.stop)):
+            return None
+        start = self.start
+        if first > old and dim in self.dims:
+            place = self.dims.index(dim)
+            start = _with(start, place, start[place] + first - old)
+        return Piece(box=box, origin=self.origin, start=start, dims=self.dims)
 
     def in_rearranged(self, box: Box) -> Box | None:
         """Which part of `self.box` is that of `origin` in `box`; None if there is none."""
@@ -124,11 +139,8 @@ class Rearranged:
 
     def narrow(self, dim: int, start: int, length: int) -> Rearranged:
         dim %= self.ndim
-        low = tuple(start if index == dim else 0 for index in range(self.ndim))
-        high = tuple(start + length if index == dim else size for index, size in enumerate(self.shape))
-        inside = [piece for piece in (piece.narrowed(Box(low, high)) for piece in self.pieces) if piece]
-        shape = [length if index == dim else size for index, size in enumerate(self.shape)]
-        return Rearranged(shape, [_moved(piece, dim, -start) for piece in inside])
+        parts = (piece.between(dim, start, start + length) for piece in self.pieces)
+        return Rearranged(_with(tuple(self.shape), dim, length), [part for part in parts if part])
 
     def permute(self, *order: Any) -> Rearranged:
         old = [index % self.ndim for index in (order[0] if isinstance(order[0], tuple | list) else order)]
@@ -143,9 +155,10 @@ class Rearranged:
     def unsqueeze(self, dim: int) -> Rearranged:
         dim %= self.ndim + 1
         pieces = [
-            replace(
-                piece,
+            Piece(
                 box=Box(_inserted(piece.box.start, dim, 0), _inserted(piece.box.stop, dim, 1)),
+                origin=piece.origin,
+                start=piece.start,
                 dims=tuple(own if own is None or own < dim else own + 1 for own in piece.dims),
             )
             for piece in self.pieces
@@ -165,8 +178,8 @@ class Rearranged:
         total = self.shape[dim]
         if isinstance(split_size, int):
             split_size = [min(split_size, total - low) for low in range(0, total, split_size)]
-        starts = [sum(split_size[:index]) for index in range(len(split_size))]
-        return tuple(self.narrow(dim, start, size) for start, size in zip(starts, split_size, strict=True))
+        ends = accumulate(split_size)
+        return tuple(self.narrow(dim, end - size, size) for end, size in zip(ends, split_size, strict=True))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Rearranged, ...]:
         return self.split(-(-self.shape[dim] // chunks), dim)
@@ -201,9 +214,10 @@ class Rearranged:
         renumbered: Callable[[int], int | None],
     ) -> Rearranged:
         pieces = [
-            replace(
-                piece,
+            Piece(
                 box=Box(tuple(chosen(piece.box.start)), tuple(chosen(piece.box.stop))),
+                origin=piece.origin,
+                start=piece.start,
                 dims=tuple(None if dim is None else renumbered(dim) for dim in piece.dims),
             )
             for piece in self.pieces
@@ -251,10 +265,13 @@ def _stack(tensors: Sequence[Rearranged], dim: int = 0) -> Rearranged:
 
 
 def _moved(piece: Piece, dim: int, by: int) -> Piece:
-    low, high = list(piece.box.start), list(piece.box.stop)
-    low[dim] += by
-    high[dim] += by
-    return replace(piece, box=Box(tuple(low), tuple(high)))
+    start, stop = piece.box.start, piece.box.stop
+    box = Box(_with(start, dim, start[dim] + by), _with(stop, dim, stop[dim] + by))
+    return Piece(box=box, origin=piece.origin, start=piece.start, dims=piece.dims)
+
+
+def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])
 
 
 def _inserted(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +40,19 @@ exit code: 0 planned; 1 something does not fit into the memory that there is;
 """
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Millions of objects stay until a plan is printed: searches for garbage among them only cost."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collections()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)

@@ -13,7 +13,7 @@ from verl.planning.cost import Flow, Rates
 from verl.planning.hardware import Hardware, faster
 from verl.planning.job import Fabric, Job
 from verl.planning.memory import engine_rank_nbytes
-from verl.planning.traffic import Transfer, Way, wire_of
+from verl.planning.traffic import Way, wire_of
 
 TIMED = ("publish", "stage", "verify", "commit", "activate", "resume")
 HELPS = {
@@ -103,17 +103,19 @@ class Road:
     @classmethod
     def of(cls, way: Way, job: Job, *, shared_cores: bool = False) -> Road:
         """With `shared_cores`, hosts are namespaces of one machine."""
-        found: dict[tuple[Hashable, ...], list[int]] = {}
-        messages, arrived = Counter[str](), Counter[str]()
+        found: dict[tuple[str, str, str, str], list[int]] = {}
+        messages, arrived = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
         for one in way.transfers:
-            flow = found.setdefault(tuple(_resources(one, job, shared_cores)), [0, 0])
+            sender, receiver = one.sender, one.receiver
+            flow = found.setdefault((sender.role, sender.host, receiver.role, receiver.host), [0, 0])
             flow[0] += one.nbytes
             flow[1] += 1
-            messages[one.receiver.name] += one.messages
-            arrived[one.receiver.name] += one.nbytes
+            messages[receiver.role, receiver.index] += one.messages
+            arrived[receiver.role, receiver.index] += one.nbytes
         return cls(
             flows=tuple(
-                Flow(nbytes=nbytes, resources=along, connections=count) for along, (nbytes, count) in found.items()
+                Flow(nbytes=nbytes, resources=tuple(_resources(*ends, job, shared_cores)), connections=count)
+                for ends, (nbytes, count) in found.items()
             ),
             hops=max(way.hops.values(), default=0),
             part_nbytes=way.part_nbytes,
@@ -208,10 +210,12 @@ def _capacities(job: Job, wire_share: float, process: float, cores_bytes_per_s: 
     return capacity
 
 
-def _resources(one: Transfer, job: Job, shared_cores: bool) -> Iterator[Hashable]:
-    sender, receiver = (int(member.host.removeprefix("host-")) for member in (one.sender, one.receiver))
-    yield ("ranks send" if one.sender.role == "trainer" else "node sends"), sender
-    yield ("ranks receive" if one.receiver.role == "trainer" else "node receives"), receiver
+def _resources(
+    sender_role: str, sender_host: str, receiver_role: str, receiver_host: str, job: Job, shared_cores: bool
+) -> Iterator[Hashable]:
+    sender, receiver = (int(host.removeprefix("host-")) for host in (sender_host, receiver_host))
+    yield ("ranks send" if sender_role == "trainer" else "node sends"), sender
+    yield ("ranks receive" if receiver_role == "trainer" else "node receives"), receiver
     if shared_cores:
         yield "cores", 0
     if sender == receiver:

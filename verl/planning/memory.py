@@ -81,7 +81,8 @@ def needs(
 
 def engine_rank_nbytes(layout: Layout, tensor_parallel: int) -> int:
     """The bytes of an engine rank, about as in vLLM: ranks of a replica divide matrices, each has all vectors."""
-    matrices = sum(spec.nbytes for spec in layout.specs if len(spec.shape) > 1)
+    nbytes = layout.shapes.prod(axis=1) * layout.itemsizes
+    matrices = int(nbytes[[len(spec.shape) > 1 for spec in layout.specs]].sum())
     return -(-matrices // tensor_parallel) + layout.payload_nbytes - matrices
 
 

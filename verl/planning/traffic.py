@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from verl.checkpoint_engine.plan.topology import (
     broadcast,
     p2p_broadcast,
 )
-from verl.checkpoint_engine.plan.types import Member
+from verl.checkpoint_engine.plan.types import Member, Range
 from verl.planning.job import Job
 
 MESSAGE_NBYTES = 64 * 2**20
@@ -51,18 +51,12 @@ class Way:
     """By receiving member: the number of members that forward its last byte."""
     part_nbytes: int
     """The bytes of a forwarded part."""
+    sent_nbytes: dict[str, int]
+    """By member: the bytes that it sends."""
 
     @property
     def name(self) -> str:
         return f"{self.backend}, {self.topology}"
-
-    @property
-    def sent_nbytes(self) -> dict[str, int]:
-        """The bytes that each member sends."""
-        sums: dict[str, int] = {}
-        for one in self.transfers:
-            sums[one.sender.name] = sums.get(one.sender.name, 0) + one.nbytes
-        return sums
 
 
 def members_of(job: Job) -> tuple[list[Member], list[Member]]:
@@ -107,9 +101,17 @@ class Traffic:
         else:
             part_nbytes = part_nbytes_for(self._plan.layout.nbytes, MESSAGE_NBYTES)
             built = self._topology(backend, topology)
-            transfers = tuple(self._passed_on(built, part_nbytes))
-            hops = {node.name: self._hops(built, node.name) for node in self._nodes}
-        return Way(backend=backend, topology=topology, transfers=transfers, hops=hops, part_nbytes=part_nbytes)
+            before = {node.name: built.before(node.name) for node in built.nodes}
+            transfers = tuple(self._passed_on(built, before, part_nbytes))
+            hops = {node.name: _hops(before, node.name) for node in self._nodes}
+        return Way(
+            backend=backend,
+            topology=topology,
+            transfers=transfers,
+            hops=hops,
+            part_nbytes=part_nbytes,
+            sent_nbytes=_sent_nbytes(transfers),
+        )
 
     def _topology(self, backend: str, name: str) -> Topology:
         if backend == "kimi_ckpt_engine":  # ranks of a host share its network device
@@ -118,70 +120,76 @@ class Traffic:
 
     def _from_owners(self, most_nbytes: int) -> Iterator[Transfer]:
         for trainer in self._trainers:
-            if self._owned[trainer.index]:
+            if nbytes := self._owned[trainer.index]:
+                messages = self._count(trainer.index, most_nbytes)
                 for node in self._nodes:
-                    yield Transfer(
-                        sender=trainer,
-                        receiver=node,
-                        nbytes=self._owned[trainer.index],
-                        messages=self._count(trainer.index, most_nbytes),
-                    )
+                    yield Transfer(sender=trainer, receiver=node, nbytes=nbytes, messages=messages)
 
     def _along_groups(self, topology: Topology) -> Iterator[Transfer]:
         """From member to member of each owner's group."""
         by_name = {member.name: member for member in topology.members}
         for group in _groups(topology):
-            owner = by_name[group[0]]
-            if not self._owned[owner.index]:
-                continue
-            for sender, receiver in pairwise(group):
-                yield Transfer(
-                    sender=by_name[sender],
-                    receiver=by_name[receiver],
-                    nbytes=self._owned[owner.index],
-                    messages=self._count(owner.index, MESSAGE_NBYTES),
-                )
+            owner = by_name[group[0]].index
+            if nbytes := self._owned[owner]:
+                messages = self._count(owner, MESSAGE_NBYTES)
+                for sender, receiver in pairwise(by_name[name] for name in group):
+                    yield Transfer(sender=sender, receiver=receiver, nbytes=nbytes, messages=messages)
 
-    def _passed_on(self, topology: Topology, part_nbytes: int) -> Iterator[Transfer]:
+    def _passed_on(
+        self, topology: Topology, before: Mapping[str, Member | None], part_nbytes: int
+    ) -> Iterator[Transfer]:
         plan, receivers = self._plan, topology.receivers[:MOST_RECEIVERS]
         shares = shares_of(plan, len(receivers)) if len(receivers) > 1 else []
-        starts = np.array([share.dst_offset for share in shares], np.int64)
+        read = self._read(shares)
         by_name = {node.name: node for node in topology.nodes}
         for trainer in topology.trainers:
-            owned = np.array([self._owned[trainer.index]])
-            if len(receivers) > 1:
-                extents = plan.extents_of(trainer.index)
-                share = np.searchsorted(starts, extents.offset, side="right") - 1
-                owned = np.bincount(share, extents.nbytes, len(receivers)).astype(np.int64)
-            for name, nbytes in zip(receivers, owned.tolist(), strict=True):
+            count, owned = self._count(trainer.index, part_nbytes), self._owned[trainer.index]
+            for name, nbytes in zip(receivers, read[trainer.index], strict=True):
                 if nbytes:
-                    count = self._count(trainer.index, part_nbytes)
-                    part = max(round(count * nbytes / self._owned[trainer.index]), 1)
+                    part = max(round(count * nbytes / owned), 1)
                     yield Transfer(sender=trainer, receiver=by_name[name], nbytes=nbytes, messages=part)
         for node in topology.nodes:
-            before = topology.before(node.name)
-            if before is None:
+            upstream = before[node.name]
+            if upstream is None:
                 continue
             nbytes = plan.layout.nbytes
             if node.name in receivers:
                 nbytes -= shares[receivers.index(node.name)].nbytes
-            yield Transfer(sender=before, receiver=node, nbytes=nbytes, messages=-(-nbytes // part_nbytes))
+            yield Transfer(sender=upstream, receiver=node, nbytes=nbytes, messages=-(-nbytes // part_nbytes))
 
-    @staticmethod
-    def _hops(topology: Topology, node: str) -> int:
-        """Over how many nodes the last part comes: round a ring, or from the head of a chain or tree."""
-        seen = {node}
-        hops = 0
-        while (before := topology.before(node)) is not None and before.name not in seen:
-            seen.add(before.name)
-            node, hops = before.name, hops + 1
-        return hops
+    def _read(self, shares: Sequence[Range]) -> list[list[int]]:
+        """[owners, shares]: the bytes of each owner's pieces in each share; without shares, one column of all."""
+        if not shares:
+            return [[nbytes] for nbytes in self._owned]
+        starts = np.array([share.dst_offset for share in shares], np.int64)
+        extents, count = self._plan.extents, len(shares)
+        share = np.searchsorted(starts, extents.offset, side="right") - 1
+        owner = np.repeat(np.arange(self._plan.num_owners), np.diff(self._plan.first))
+        sums = np.bincount(owner * count + share, extents.nbytes, self._plan.num_owners * count)
+        read: list[list[int]] = sums.astype(np.int64).reshape(-1, count).tolist()
+        return read
 
     def _count(self, owner: int, most_nbytes: int) -> int:
         if most_nbytes not in self._messages:
             owners = range(self._plan.num_owners)
             self._messages[most_nbytes] = [len(messages_of(self._plan, one, most_nbytes)) for one in owners]
         return self._messages[most_nbytes][owner]
+
+
+def _hops(before: Mapping[str, Member | None], node: str) -> int:
+    """Over how many nodes the last part comes: round a ring, or from the head of a chain or tree."""
+    seen = {node}
+    while (upstream := before[node]) is not None and upstream.name not in seen:
+        node = upstream.name
+        seen.add(node)
+    return len(seen) - 1
+
+
+def _sent_nbytes(transfers: Sequence[Transfer]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for sender, group in groupby(transfers, key=lambda one: one.sender):
+        sums[sender.name] = sums.get(sender.name, 0) + sum(one.nbytes for one in group)
+    return sums
 
 
 def wire_of(backend: str, *, rdma: bool) -> str:

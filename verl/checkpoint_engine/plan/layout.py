@@ -108,7 +108,7 @@ class Layout:
         """32 hexadecimal digits that differ when any name, shape, dtype or offset differs."""
         return xxhash.xxh3_128_hexdigest(self.encode())
 
-    @property
+    @cached_property
     def payload_nbytes(self) -> int:
         """Bytes of tensors alone, without the gaps of alignment."""
         return sum(spec.nbytes for spec in self.specs)

@@ -65,7 +65,9 @@ def test_what_was_measured_makes_the_interval_narrower(capsys: pytest.CaptureFix
 
 def test_what_does_not_fit_is_the_exit_code(capsys: pytest.CaptureFixture[str]):
     assert main([*SMALL, "--device-memory", "0.001"]) == 1
-    assert "does NOT fit" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "does NOT fit" in shown
+    assert "…" not in shown  # words are broken, not cut off
 
 
 def test_rollouts_on_the_trainers_hosts_can_take_naive(capsys: pytest.CaptureFixture[str]):

@@ -103,7 +103,7 @@ def _memory(needs: tuple[Need, ...]) -> Table:
     for heading in ("needs", "has"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("of it")
+    table.add_column("of it", overflow="fold")  # no word of a remedy may be cut off
     for need in needs:
         has = "" if need.available_nbytes is None else _gib(need.available_nbytes)
         parts = ", ".join(f"{what} {_gib(nbytes)}" for what, nbytes in need.parts if nbytes)

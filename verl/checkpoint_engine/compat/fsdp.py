@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._runtime_utils import _reshard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _is_shard_like, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 Bounds = tuple[int, ...]
 
@@ -45,7 +45,7 @@ def local_boxes(tensor: DTensor) -> list[tuple[Bounds, Bounds, tuple[slice, ...]
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # the rank is none of its mesh
         return []
-    if not all(isinstance(placement, Replicate) or _is_shard_like(placement) for placement in placements):
+    if not all(isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements):
         raise ValueError(f"with placements {placements} no rank has its values")
     if any(isinstance(placement, _StridedShard) for placement in placements):
         runs = _runs_held(tensor, coordinate)

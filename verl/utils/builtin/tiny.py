@@ -29,12 +29,13 @@ def make_tiny_model(
     max_position_embeddings: int = 512,
     seed: int = 0,
     dtype: str = "float32",
+    device: str = "cpu",
 ) -> Path:
     """Write a causal LM with random weights and its tokenizer to `directory`, as `save_pretrained` does; returns it.
 
-    The same arguments give the same bytes. Defaults are the smallest shapes that vLLM's CPU attention takes (head size
-    32) and that tensor parallel 2 can divide. The experts of a mixture have half the `intermediate_size`. Raises
-    ConfigError for an unknown architecture.
+    The same arguments give the same bytes; `device` draws them, and a GPU makes a large model in seconds. Defaults are
+    the smallest shapes that vLLM's CPU attention takes (head size 32) and that tensor parallel 2 can divide. The
+    experts of a mixture have half the `intermediate_size`. Raises ConfigError for an unknown architecture.
     """
     intermediate_size = intermediate_size or 2 * hidden_size
     mixture = {
@@ -50,6 +51,7 @@ def make_tiny_model(
         architecture,
         seed=seed,
         dtype=dtype,
+        device=device,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=layers,
@@ -73,13 +75,19 @@ def vary_vectors(model: PreTrainedModel, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.1)
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, architecture: str, *, seed: int, dtype: str = "float32", **config_fields: Any
+    tokenizer: PreTrainedTokenizerFast,
+    architecture: str,
+    *,
+    seed: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    **config_fields: Any,
 ) -> PreTrainedModel:
-    """A freshly initialised causal LM; `config_fields` are those of the architecture's Hugging Face config."""
+    """A freshly initialised causal LM on `device`; `config_fields` are of the architecture's Hugging Face config."""
     import torch
     import transformers
 
@@ -93,7 +101,7 @@ def build_model(
         pad_token_id=tokenizer.pad_token_id,
         **config_fields,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[] if device == "cpu" else None), torch.device(device):
         torch.manual_seed(seed)
         auto: Any = transformers.AutoModelForCausalLM
         model: PreTrainedModel = auto.from_config(config, dtype=getattr(torch, dtype))

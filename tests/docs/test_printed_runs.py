@@ -39,7 +39,7 @@ NOT_RUN = {
     r"\.update --checkpoint-path|--server (http|URL)|^pytest -p": "a server: tests/checkpoint_engine",
     r"(certify|mismatch) --model DIR|mismatch RUN_DIR": "an engine: tests/weight_sync, tests/mismatch",
     r"doctor --address": "a cluster: tests/doctor/test_cluster.py",
-    r"-m benchmarks\.|-m tests\.|^scripts/gpu_check": "minutes, or devices: tests/benchmarks",
+    r"-m benchmarks\.|-m tests\.|^scripts/gpu_": "minutes, or devices: tests/benchmarks, tests/scripts",
     r"run_qwen3_1gpu": "a GPU: tests/test_launch_scripts.py",
     r"models_page.py|scripts/generate_config.py$": "long, or changes the repository",
     r"data\.train_batchsize": "shown for its error: tests/docs/test_printed_commands.py",

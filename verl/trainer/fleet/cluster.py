@@ -303,7 +303,7 @@ class Cluster:
         launches = [
             self._launch(replica, place) for replica, place in zip(self.replicas, self._placement.replicas, strict=True)
         ]
-        hint = self.replicas[0].startup_hint
+        hint = self.replicas[0].startup_hints.get(self.replicas[0].device, "")
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
         self.run(launch_all(*launches))
         self.trainer_ranks.keep_wide(sorted({name for replica in self.replicas for name in replica.kept_wide}))

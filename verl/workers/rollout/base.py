@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,8 +94,8 @@ class RolloutReplica(ABC):
     """Devices on which the engine reports the experts of every token."""
     quantizes_on: ClassVar[tuple[str, ...]] = ()
     """Devices on which the engine can quantize weights as it loads them."""
-    startup_hint: ClassVar[str] = ""
-    """A hint for users while the engine starts."""
+    startup_hints: ClassVar[Mapping[str, str]] = {}
+    """By device: a hint for users while the engine starts."""
 
     def __init__(self, *, replica_rank: int, config: RolloutConfig, model: HFModelConfig, device: str = "cpu") -> None:
         """`model.path` is a local directory; `config.prompt_length` and `response_length` are set.

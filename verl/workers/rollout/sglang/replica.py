@@ -37,7 +37,7 @@ class SGLangReplica(RolloutReplica):
 
     engine = "verl.workers.rollout.sglang.engine:SGLangEngine"
     can_sleep_on = ("cuda",)
-    startup_hint = " (takes about 20 s)"
+    startup_hints = {"cpu": " (takes about 20 s)"}
 
     def check_config(self) -> None:
         config = self.config

@@ -33,6 +33,8 @@ class SlowEngine:
         self._label, self._paused, self._running = "default", False, 0
         self._cache: dict[tuple[int, ...], Any] = {}
         self._hits = 0
+        self._to_load: Path | None = None
+        """Loaded between two tokens of an answer."""
         self._step, self._may_run = threading.Lock(), threading.Condition()
 
     def heal(self) -> None:
@@ -97,14 +99,27 @@ class SlowEngine:
             self._label = self.names_on_pause
             time.sleep(0.2)
         with self._may_run:
+            if self.drops_running:
+                self._may_run.wait_for(lambda: self._running, timeout=60)
             self._paused = not self.ignores_pause
-            while self._running and not self.ignores_pause and not self.drops_running:
+            while self._running and not self.ignores_pause:
                 self._may_run.wait(0.1)
         return {}
 
+    def _load_what_waits(self) -> None:
+        with self._may_run:
+            if self._to_load is not None:
+                self.load(self._to_load)
+                self._to_load = None
+                self._may_run.notify_all()
+
     def _reload(self, directory: Path) -> dict[str, Any]:
         time.sleep(self.hangs_s)
-        if self.after_answer_s:
+        if self.ignores_pause:
+            with self._may_run:
+                self._to_load = directory
+                self._may_run.wait_for(lambda: self._to_load is None, timeout=60)
+        elif self.after_answer_s:
             threading.Timer(self.after_answer_s, self.load, [directory]).start()
         else:
             self.load(directory)
@@ -139,7 +154,9 @@ class SlowEngine:
                 self._cache[key] = read.past_key_values
             past = copy.deepcopy(self._cache[key])
         token, tokens, log_probs = prompt[-1], [], []
-        for _ in range(num_tokens):
+        for number in range(num_tokens):
+            if number == num_tokens // 2:
+                self._load_what_waits()
             if self.drops_running and self._paused:
                 return None
             with self._step:

@@ -26,4 +26,5 @@ def test_vllm_understands_every_printed_server(warm: WarmWorkers, tmp_path: Path
     (tmp_path / "servers.json").write_text(json.dumps([server.words[3:] for server in SERVERS]))
     path = os.pathsep.join(path for path in sys.path if path)
     written = written_by(warm, "tests.docs.vllm_parser", tmp_path / "servers.json", PYTHONPATH=path)
-    assert written.splitlines()[-len(SERVERS) :] == ["MODEL 0.5"] * len(SERVERS)
+    models = [server.words[server.words.index("--model") + 1] for server in SERVERS]
+    assert written.splitlines()[-len(SERVERS) :] == [f"{model} 0.5" for model in models]

@@ -23,11 +23,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
+import torch
 
 from benchmarks.command import parse, progress
 from benchmarks.machine import describe_machine
@@ -118,86 +120,86 @@ def make_models(settings: Settings, folder: Path, names: set[str]) -> None:
             make_tiny_model(folder / name, family, device=settings.device, **{"dtype": "bfloat16", **shape})
 
 
+def training(
+    settings: Settings,
+    output: Path,
+    name: str,
+    what: str,
+    *words: str,
+    model: str = "dense",
+    is_first: bool = False,
+    meanwhile: Callable[[subprocess.Popen[str], Path], str] | None = None,
+) -> Stage:
+    """A run of `main_ppo`; the first has all steps, and vLLM as it starts by itself."""
+    on_device, directory = settings.device == "cuda", output / name.replace(" ", "-")
+    prompts, responses = (32, 8) if on_device else (8, 2)
+    command = (
+        *(sys.executable, "-m", "verl.trainer.main_ppo"),
+        f"trainer.device={settings.device}",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.default_local_dir={directory}",
+        f"trainer.experiment_name={directory.name}",
+        f"trainer.total_training_steps={settings.steps if is_first else max(2, settings.steps // 2)}",
+        "trainer.logger=[console,jsonl]",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        "trainer.resume_mode=disable",
+        "data.train_files=builtin:arithmetic",
+        "data.val_files=builtin:arithmetic",
+        "data.val_max_samples=8",
+        f"data.train_batch_size={prompts}",
+        "data.max_prompt_length=64",
+        f"data.max_response_length={128 if on_device else 8}",
+        f"custom_reward_function.path={Path(__file__).with_name('digit_reward.py')}",
+        f"actor_rollout_ref.model.path={output / 'models' / model}",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.n={responses}",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        "algorithm.adv_estimator=grpo",
+        "checkpoint_engine.check_engine=always",
+        *(_QUICK if on_device and not is_first else ()),
+        *words,
+        *settings.overrides,
+    )
+    return Stage(
+        what=what,
+        command=command,
+        limit_s=300.0 if is_first else 110.0,
+        model=model,
+        output=directory,
+        meanwhile=meanwhile,
+    )
+
+
 def stages(settings: Settings, output: Path) -> dict[str, Stage]:
     """All stages, most valuable first."""
-    on_device = settings.device == "cuda"
-
-    def training(
-        name: str,
-        what: str,
-        *words: str,
-        model: str = "dense",
-        steps: int = max(2, settings.steps // 2),
-        limit_s: float = 110.0,
-        meanwhile: Callable[[subprocess.Popen[str], Path], str] | None = None,
-    ) -> Stage:
-        directory = output / name
-        prompts, responses = (32, 8) if on_device else (8, 2)
-        command = (
-            *(sys.executable, "-m", "verl.trainer.main_ppo"),
-            f"trainer.device={settings.device}",
-            "trainer.n_gpus_per_node=1",
-            f"trainer.default_local_dir={directory}",
-            f"trainer.experiment_name={name}",
-            f"trainer.total_training_steps={steps}",
-            "trainer.logger=[console,jsonl]",
-            "trainer.test_freq=-1",
-            "trainer.val_before_train=false",
-            "trainer.resume_mode=disable",
-            "data.train_files=builtin:arithmetic",
-            "data.val_files=builtin:arithmetic",
-            "data.val_max_samples=8",
-            f"data.train_batch_size={prompts}",
-            "data.max_prompt_length=64",
-            f"data.max_response_length={128 if on_device else 8}",
-            f"custom_reward_function.path={Path(__file__).with_name('digit_reward.py')}",
-            f"actor_rollout_ref.model.path={output / 'models' / model}",
-            "actor_rollout_ref.actor.strategy=fsdp2",
-            "actor_rollout_ref.actor.optim.lr=1e-5",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
-            "actor_rollout_ref.rollout.name=vllm",
-            f"actor_rollout_ref.rollout.n={responses}",
-            "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
-            "algorithm.adv_estimator=grpo",
-            "checkpoint_engine.check_engine=always",
-            *words,
-            *settings.overrides,
-        )
-        return Stage(what=what, command=command, limit_s=limit_s, model=model, output=directory, meanwhile=meanwhile)
-
-    quick = _QUICK if on_device else ()
+    train = partial(training, settings, output)
     found = {
-        "hybrid": training(
-            "hybrid",
-            "FSDP2 and vLLM share the device, its memory sleeps in turn",
-            steps=settings.steps,
-            limit_s=300.0,
-        ),
+        "hybrid": train("hybrid", "FSDP2 and vLLM share the device, its memory sleeps in turn", is_first=True),
         "tests": Stage(
             what="tests marked gpu, and the rates of benchmarks.device",
             command=("bash", "scripts/gpu_check.sh", str(output / "tests"), "--size-gib", "2", "--repeats", "2"),
             limit_s=120.0,
         ),
-        "deltas": training("deltas", "as hybrid, deltas only", "checkpoint_engine.delta=always", *_OWN_PROCESS, *quick),
-        "lora": training(
+        "deltas": train("deltas", "as hybrid, deltas only", "checkpoint_engine.delta=always", *_OWN_PROCESS),
+        "lora": train(
             "lora",
             "as hybrid, adapters alone are sent",
             "actor_rollout_ref.model.lora_rank=32",
             "actor_rollout_ref.model.lora_alpha=32",
             "actor_rollout_ref.model.lora.merge=false",
-            *quick,
         ),
-        "fp8": training(
-            "fp8", "as hybrid, quantized as it is loaded", "actor_rollout_ref.rollout.quantization=fp8", *quick
+        "fp8": train("fp8", "as hybrid, quantized as it is loaded", "actor_rollout_ref.rollout.quantization=fp8"),
+        "experts": train("experts", "as hybrid, a mixture of experts", model="experts"),
+        "engine dies": train(
+            "engine dies", "as hybrid, the engine is killed after two steps", meanwhile=kill("EngineCore")
         ),
-        "experts": training("experts", "as hybrid, a mixture of experts", *quick, model="experts"),
-        "engine dies": training(
-            "engine-dies", "as hybrid, the engine is killed after two steps", *quick, meanwhile=kill("EngineCore")
-        ),
-        "rank dies": training(
-            "rank-dies",
+        "rank dies": train(
+            "rank dies",
             "as hybrid, the trainer's rank is killed after two steps",
-            *quick,
             meanwhile=kill("ray::ActorRolloutRefWorker", "ray::trainer."),
         ),
     }
@@ -220,7 +222,7 @@ _QUICK = (
     f"{_ENGINE}.kv_cache_memory_bytes={8 << 30}",
     f"{_ENGINE}.compilation_config={{mode:0,cudagraph_mode:FULL_DECODE_ONLY,cudagraph_capture_sizes:[64,128,256]}}",
 )
-"""CUDA graphs of three sizes, nothing compiled, no memory measured: an engine that starts in a third of the time."""
+"""CUDA graphs of three sizes, nothing compiled, no memory measured: the engine starts sooner."""
 
 
 def kill(*titles: str) -> Callable[[subprocess.Popen[str], Path], str]:
@@ -263,7 +265,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def run(name: str, stage: Stage, limit_s: float, log: Path) -> Outcome:
-    """One stage, in a session of its own; nothing of it is left afterwards."""
+    """One stage, as a process group of its own, of which nothing is left; processes of Ray end with their driver."""
     said = Outcome(stage=name, what=stage.what)
     began = time.monotonic()
     with log.open("w") as stream:
@@ -282,8 +284,8 @@ def run(name: str, stage: Stage, limit_s: float, log: Path) -> Outcome:
             code = process.wait()
         finally:
             looking.cancel()
-            for each in _below(process.pid):
-                each.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     said.seconds = time.monotonic() - began
     said.outcome = {0: "passed", 124: "out of time", 137: "killed, out of time"}.get(code, f"failed, exit code {code}")
     if stage.output is not None:
@@ -386,6 +388,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name, stage in chosen.items():
             print(f"{name}: at most {stage.limit_s:.0f} s. {stage.what}\n    {shlex.join(stage.command)}")
         return 0
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        progress(f"error: torch {torch.__version__} sees no CUDA device; --device cpu rehearses")
+        return 2
     make_models(settings, output / "models", {stage.model for stage in chosen.values() if stage.model})
     progress(f"models: {time.monotonic() - began:.0f} s")
     (output / "machine.json").write_text(json.dumps(describe_machine(), indent=2, default=str) + "\n")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import whole_run
 from benchmarks.whole_run import Settings, Stage, make_models, run, stages
@@ -68,6 +69,13 @@ def test_a_failure_stops_nothing_and_what_no_longer_fits_is_named(
     assert lines[-1]["did"].endswith("s were left")
     assert "long: not run" in (tmp_path / "table.txt").read_text()
     assert (tmp_path / "logs.tar.gz").is_file()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert whole_run.main(["--output", str(tmp_path), "--stages", "hybrid"]) == 2
+    assert "sees no CUDA device; --device cpu rehearses" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_stage_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

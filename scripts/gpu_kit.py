@@ -5,7 +5,7 @@
     scripts/gpu_kit.py unpack SITE PART...     there, as parts arrive: SITE then belongs on PYTHONPATH
 
 `requirements/gpu-kit.txt` names the packages. Left out is what a text model does not import, and kernels for other
-GPUs: what remains of vLLM is a sixth of its wheel. Needs Python 3.11 or newer, and pip to pack.
+GPUs: what remains of vLLM is less than a sixth of its wheel. Needs Python 3.11 or newer, and pip to pack.
 """
 
 from __future__ import annotations
@@ -256,10 +256,13 @@ def main() -> None:
     unpacking.add_argument("parts", type=Path, nargs="+", help="folders of `pack`")
     given = vars(parser.parse_args())
     command = given.pop("command")
-    if command == "pack":
-        pack(given.pop("directory"), **given)
-    else:
-        unpack(**given)
+    try:
+        if command == "pack":
+            pack(given.pop("directory"), **given)
+        else:
+            unpack(**given)
+    except (OSError, ValueError, subprocess.CalledProcessError) as exc:
+        sys.exit(f"error: {exc}")
 
 
 if __name__ == "__main__":

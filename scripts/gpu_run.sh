@@ -31,4 +31,13 @@ export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$PATH:$site/bin"
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-INFO}
 # What the kit leaves out, because it is large or compiles for minutes.
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0
+"$python" - <<'CHECK'
+import importlib.util
+import sys
+
+names = ("torch", "transformers", "numpy", "numba", "pandas", "peft", "psutil", "pyarrow", "pytest", "rich", "xxhash")
+missing = [name for name in names if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"error: this Python lacks {', '.join(missing)}, which the kit does not bring: name another with PYTHON")
+CHECK
 exec "$python" -m benchmarks.whole_run --output "$output" "$@"

@@ -5,6 +5,7 @@ That the parser finds what `cuobjdump` finds was tried with vLLM's libraries, an
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -118,6 +119,18 @@ def test_what_no_transfer_can_carry_is_refused(tmp_path: Path):
     archives = archive_of(make_wheel(tmp_path), HOPPER, tmp_path / "made")
     with pytest.raises(ValueError, match=r"some_package\.tar\.xz has .* bytes; a part may have 10"):
         into_parts(archives, tmp_path, 10)
+
+
+def test_what_a_machine_must_have_and_lacks_is_named(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without installed packages
+    python.chmod(0o755)
+    command = [ROOT / "scripts" / "gpu_run.sh", tmp_path / "site", tmp_path / "output", "--"]
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this Python lacks torch, transformers,")
+    assert not (tmp_path / "output").exists()
 
 
 def test_the_script_says_how_it_is_called():

@@ -21,6 +21,7 @@ from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.sync.manager import CheckpointEngineManager
 from verl.checkpoint_engine.sync.outliers import LEAST_KNOWN, TIMES, outlier, slowest_of
 from verl.checkpoint_engine.sync.rollout_node import RolloutNode
+from verl.checkpoint_engine.sync.stopwatch import Stopwatch
 from verl.checkpoint_engine.sync.trainer_rank import TrainerRank
 
 NBYTES = 4 * 1000 * 64
@@ -50,6 +51,18 @@ async def synced(manager: CheckpointEngineManager, *replicas: RecordingReplica) 
         return await manager.update_weights(1)
     finally:
         await manager.close()
+
+
+async def test_bytes_may_be_told_in_the_turn_of_the_loop_in_which_a_call_ends():
+    """As they are if the deadline is in that turn: whoever waits goes on before the time of the call is taken."""
+    clock, call = Stopwatch(), asyncio.get_running_loop().create_future()
+    clock.timed("stage", {"node-0": call})
+    call.set_result(None)
+    clock.moved("stage", {"node-0": 7})
+    await asyncio.sleep(0)
+    assert clock.members["stage"].nbytes == 7
+    (member,) = clock.members["stage"].slowest
+    assert (member.member, member.nbytes) == ("node-0", 7)
 
 
 async def test_every_phase_names_its_members_with_seconds_and_bytes(tmp_path: Path):

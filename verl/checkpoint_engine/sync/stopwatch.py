@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ class Stopwatch:
         self.began_s = time.time()
         self._began = self._last = time.perf_counter()
         self._members: dict[str, dict[str, MemberTime]] = {}
+        self._nbytes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.laps: list[tuple[str, float]] = []
 
@@ -50,13 +52,15 @@ class Stopwatch:
         of_phase[name] = replace(known, seconds=known.seconds + time.perf_counter() - start)
 
     def moved(self, phase: str, nbytes: Mapping[str, int]) -> None:
-        """Add the bytes that each member wrote or fetched in `phase`, after its call has ended."""
-        of_phase = self._members[phase]
-        for name, count in nbytes.items():
-            of_phase[name] = replace(of_phase[name], nbytes=of_phase[name].nbytes + count)
+        """Add the bytes that each member wrote or fetched in `phase`."""
+        self._nbytes[phase].update(nbytes)
 
     @property
     def members(self) -> dict[str, PhaseReport]:
         return {
-            phase: PhaseReport.of(self._members[phase].values()) for phase in self.seconds if phase in self._members
+            phase: PhaseReport.of(
+                replace(one, nbytes=self._nbytes[phase][one.member]) for one in self._members[phase].values()
+            )
+            for phase in self.seconds
+            if phase in self._members
         }

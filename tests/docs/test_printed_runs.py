@@ -36,6 +36,7 @@ NOT_RUN = {
     r"^make (?!run\b)": "a target of make: .ci/run and a stranger's clone run them",
     r"vllm\.entrypoints|sglang\.launch_server": "a server: tests/docs/test_printed_servers.py",
     r"^torchrun |examples/(any_trainer|parameter_server)": "servers: tests/checkpoint_engine/publisher",
+    r"examples/adapters\.py": "a server: tests/tenants/test_tinker_client.py",
     r"\.update --checkpoint-path|--server (http|URL)|^pytest -p": "a server: tests/checkpoint_engine",
     r"(certify|mismatch) --model DIR|mismatch RUN_DIR": "an engine: tests/weight_sync, tests/mismatch",
     r"doctor --address": "a cluster: tests/doctor/test_cluster.py",
@@ -51,6 +52,7 @@ NOT_RUN = {
 SERVES = {
     r"verl-sync node|-m verl\.checkpoint_engine\.node": "a rollout node for publishers",
     r"verl-sync watch DIR": "http://127.0.0.1:",
+    r"verl-sync serve|-m verl\.tenants\.command": "http://127.0.0.1:",
 }
 """Patterns of commands that go on until Ctrl-C, which they get once they have printed this."""
 ENDS = {r"verl-sync diff RUN_A": 1}

@@ -68,6 +68,11 @@ MODULES = {
         about="Find where vLLM and the trainer's model first compute other numbers.",
         is_told_its_name=True,
     ),
+    "serve": Module(
+        name="verl.tenants.command",
+        about="Serve adapters as tenants: train and sample LoRA adapters with the client of Tinker.",
+        is_told_its_name=True,
+    ),
     "node": Module(
         name="verl.checkpoint_engine.node",
         about="Hold memory on this host into which publishers elsewhere push weights.",

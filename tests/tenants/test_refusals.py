@@ -1,0 +1,323 @@
+"""What tenants are refused, in one clear message each; the server goes on, and nobody sees what is another's."""
+
+import asyncio
+import re
+
+import numpy as np
+import pytest
+
+from tests.tenants.test_training import ADAM, PROMPT, adapter_of, batches
+from tests.tenants.wire_client import NAME, OF_REQUEST, Refusal, Server, samples
+from verl.cli.main import main
+from verl.tenants.command import read_keys
+from verl.utils.builtin import make_tiny_model
+from verl.utils.config import ConfigError
+
+TOKENS = np.arange(5)
+INPUTS = {"target_tokens": TOKENS + 1, "weights": np.ones(5, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def create(**changes):
+    return {"session_id": "SESSION", "model_seq_id": 7, "base_model": NAME, "lora_config": {"rank": 4}} | changes
+
+
+def save(**changes):
+    return {"model_id": "MODEL", "seq_id": 50, "path": "x"} | changes
+
+
+def sample(**changes):
+    asked = {key: changes.pop(key) for key in (*OF_REQUEST, "prompt", "prompt_alt_tokens_k") if key in changes}
+    whole = {"sampling_session_id": "SAMPLER", "seq_id": 9, "prompt": {"chunks": [{"tokens": PROMPT}]}}
+    return whole | {"sampling_params": {"max_tokens": 2} | changes} | asked
+
+
+REFUSED = [
+    ("create_model", create(base_model="other"), 404, "base_model 'other' is not served; 'tiny' is"),
+    ("create_model", create(lora_config={"rank": 0}), 400, "lora_config.rank=0 is not from 1 to 64"),
+    ("create_model", create(lora_config={"rank": 65}), 400, "lora_config.rank=65 is not from 1 to 64"),
+    ("create_model", create(lora_config={"rank": True}), 400, "lora_config.rank is to be of kind int, not True"),
+    ("create_model", create(lora_config={"dora": True}), 400, "lora_config: dora=True is not served"),
+    (
+        "create_model",
+        create(lora_config={"train_mlp": False, "train_attn": False, "train_unembed": False}),
+        400,
+        "lora_config trains nothing",
+    ),
+    ("create_model", create(optimizer_config={"type": "dimuon"}), 400, "optimizer 'dimuon' is not served, only adamw"),
+    ("create_model", create(session_id="session-0"), 404, "there is no session 'session-0' of this key"),
+    ("create_model", create(model_seq_id=0), 400, "seq_id 0 of .* came before with other content"),
+    ("get_info", {"model_id": "nobody:train:0"}, 404, "there is no model 'nobody:train:0' of this key"),
+    ("optim_step", {"model_id": "MODEL", "seq_id": 50}, 400, "optim_step needs adam_params"),
+    (
+        "optim_step",
+        {"model_id": "MODEL", "seq_id": 50, "adam_params": {"beta1": 1.0}},
+        400,
+        "adam_params.beta1=1.0 is not below 1",
+    ),
+    (
+        "optim_step",
+        {"model_id": "MODEL", "seq_id": 50, "adam_params": {"learning_rate": -1}},
+        400,
+        "adam_params.learning_rate=-1.0 is not from 0.0",
+    ),
+    (
+        "optim_step",
+        {"model_id": "MODEL", "seq_id": 50, "adam_params": {"amsgrad": True}},
+        400,
+        "adam_params: amsgrad=True is not served",
+    ),
+    (
+        "optim_step",
+        {"model_id": "MODEL", "seq_id": 50, "optimizer_params": {"type": "dimuon"}},
+        400,
+        "optimizer_params {'type': 'dimuon'} are not served",
+    ),
+    ("save_weights", save(path="../x"), 400, "'../x' is no name of weights"),
+    ("save_weights", save(path=".hidden"), 400, "'.hidden' is no name of weights"),
+    ("save_weights_for_sampler", save(kind="inflight"), 400, "kind=inflight is not served, only snapshot"),
+    ("save_weights_for_sampler", save(path=None), 400, "needs either path or sampling_session_seq_id"),
+    (
+        "load_weights",
+        {"session_id": "SESSION", "model_seq_id": 8, "path": "tinker://x/weights/y", "optimizer": True},
+        404,
+        "there are no weights 'tinker://x/weights/y' of this key",
+    ),
+    (
+        "create_sampling_session",
+        {"session_id": "SESSION", "sampling_session_seq_id": 3, "model_path": "tinker://../../etc"},
+        404,
+        "there are no weights",
+    ),
+    ("create_sampling_session", {"session_id": "SESSION", "sampling_session_seq_id": 3}, 400, "needs base_model or"),
+    ("asample", sample(sampling_session_id="x"), 400, "sampling_params: sampling_session_id='x' is not served"),
+    ("asample", sample(prompt={"chunks": [{"tokens": [1, 9999]}]}), 400, "prompt has the id 9999; the model has 0 to"),
+    ("asample", sample(prompt={"chunks": [{"type": "image"}]}), 400, "prompt has a chunk of type 'image'"),
+    ("asample", sample(prompt={"chunks": []}), 400, "the prompt has 0 tokens; the model takes 1 to 511"),
+    ("asample", sample(max_tokens=509), 400, "sampling_params.max_tokens=509 is not from 1 to 508"),
+    ("asample", sample(temperature=-1), 400, "sampling_params.temperature=-1.0 is not from 0.0"),
+    ("asample", sample(top_p=0), 400, "sampling_params.top_p=0.0 is not from 1e-09 to 1.0"),
+    ("asample", sample(stop=[""]), 400, "sampling_params.stop is a string"),
+    ("asample", sample(min_p=0.1), 400, "sampling_params: min_p=0.1 is not served"),
+    ("asample", sample(num_samples=1000), 400, "asample.num_samples=1000 is not from 1 to 128"),
+    ("asample", sample(prompt_alt_tokens_k=2), 400, "asample: prompt_alt_tokens_k=2 is not served"),
+    ("asample", sample(prompt_logprobs_last_n=4), 400, "prompt_logprobs_last_n=4 is not from 1 to 3"),
+    ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss is not served"),
+    ("copy_weights", {}, 404, "POST /api/v1/copy_weights is not served"),
+    ("retrieve_future", {"request_id": "x"}, 404, "there is no request 'x' of this key"),
+    ("forward_backward", {}, 400, "forward_backward takes a body of application/x-protobuf"),
+]
+BATCHES = {
+    "loss_fn 'cispo' is not served; these are: cross_entropy, importance_sampling, ppo": {"loss": "cispo"},
+    "loss_fn_config of cross_entropy has no options, not a=1.0": {"a": 1.0},
+    "loss_fn_config of ppo has clip_low_threshold, clip_high_threshold, not kl=1.0": {"loss": "ppo", "kl": 1.0},
+    "the batch has no data": {"data": []},
+    "data[0]: loss_fn_inputs are target_tokens, weights, not target_tokens": {"without": "weights"},
+    "data[0]: loss_fn_inputs are target_tokens, weights, not target_tokens, weights, mask": {"mask": INPUTS["weights"]},
+    "data[0].weights has shape [4]; one value for each of 5 tokens is asked": {"weights": np.ones(4, np.float32)},
+    "data[0].target_tokens has shape [5, 2]; one value": {"target_tokens": np.ones((5, 2), np.int64)},
+    "data[0].target_tokens has dtype float32, not int64": {"target_tokens": INPUTS["weights"]},
+    "data[0].weights has a value that is not finite": {"weights": np.full(5, np.nan, np.float32)},
+    "data[0].target_tokens has the id -1; the model has 0 to": {"target_tokens": TOKENS - 1},
+    "data[0].model_input has the id 99995; the model has 0 to": {"tokens": TOKENS + 99995},
+    "data[0] has 0 tokens; the model takes 1 to 512": {"tokens": TOKENS[:0]},
+    "data[0] has 513 tokens; the model takes 1 to 512": {"tokens": np.ones(513, np.int64)},
+}
+
+
+async def test_what_cannot_be_done_is_refused_in_one_message_and_the_server_goes_on(model, tmp_path):
+    async with Server(model, tmp_path) as server:
+        client = await server.client()
+        tenant = await client.tenant()
+        ids = {"SESSION": client.session, "MODEL": tenant.model_id, "SAMPLER": await tenant.sampler()}
+        for name, asked, status, message in REFUSED:
+            asked = {key: ids.get(value, value) if isinstance(value, str) else value for key, value in asked.items()}
+            with pytest.raises(Refusal) as refused:
+                await client.done(name, **asked)
+            assert refused.value.status == status
+            assert re.search(message, str(refused.value)), (message, str(refused.value))
+            assert "\n" not in str(refused.value)
+        for message, changes in BATCHES.items():
+            inputs = {key: changes[key] for key in changes if isinstance(changes[key], np.ndarray) and key != "tokens"}
+            inputs = {key: each for key, each in (INPUTS | inputs).items() if key != changes.get("without")}
+            options = {key: each for key, each in changes.items() if isinstance(each, float)}
+            data = changes.get("data", [(changes.get("tokens", TOKENS), inputs)])
+            with pytest.raises(Refusal) as refused:
+                await tenant.batch(data, changes.get("loss", "cross_entropy"), **options)
+            assert refused.value.status == 400
+            assert str(refused.value).startswith(message)
+        with pytest.raises(Refusal, match="optim_step is not done: forward_backward .* was refused: loss_fn 'cispo'"):
+            await tenant.step(**ADAM)
+        await tenant.train([(TOKENS, INPUTS)], **ADAM)
+        assert (await client.get("healthz")) == {"status": "ok"}
+
+
+async def test_a_step_is_done_with_whole_gradients_only(model, tmp_path):
+    async with Server(model, tmp_path) as server:
+        tenant = await (await server.client()).tenant()
+        with pytest.raises(Refusal, match="optim_step is not done: no forward_backward came before it"):
+            await tenant.step(**ADAM)
+        steep = {"target_tokens": TOKENS, "logprobs": np.full(5, -1e9, np.float32), "advantages": -INPUTS["weights"]}
+        await tenant.batch([(TOKENS, INPUTS)])
+        with pytest.raises(Refusal, match=r"the loss of data\[1\] is inf"):
+            await tenant.batch([(TOKENS, steep | {"logprobs": np.zeros(5, np.float32)}), (TOKENS, steep)], "ppo")
+        with pytest.raises(Refusal, match=r"is not done: forward_backward \(seq_id 3\) failed: the loss of data"):
+            await tenant.step(**ADAM)
+        saved = [await tenant.save(name, "save_weights_for_sampler") for name in ("a",)]
+        await tenant.train([(TOKENS, INPUTS)], **ADAM)
+        saved.append(await tenant.save("b", "save_weights_for_sampler"))
+        files = [(adapter_of(tmp_path, path) / "adapter_model.safetensors").read_bytes() for path in saved]
+        assert files[0] != files[1]
+
+
+async def test_repeated_requests_are_done_once(model, tmp_path):
+    """Each call as a client repeats it that has lost the answer, at once and later."""
+    async with Server(model, tmp_path) as server:
+        client = await server.client()
+        once, twice = await client.tenant(), await client.tenant()
+        asked = {"session_id": client.session, "model_seq_id": 1, "base_model": NAME}
+        again = await client.done("create_model", **asked, lora_config={"rank": 4, "seed": 0})
+        assert again["model_id"] == twice.model_id
+        data = batches("cross_entropy", steps=2)
+        for step, batch in enumerate(data):
+            await once.train(batch, **ADAM)
+            number = 2 * step + 1
+            promises = await asyncio.gather(*(twice.submit_batch(batch, seq_id=number) for _ in range(3)))
+            assert promises[0] == promises[1] == promises[2]
+            fields = {"model_id": twice.model_id, "seq_id": number + 1, "adam_params": ADAM}
+            first = await client.done("optim_step", **fields)
+            assert await client.done("optim_step", **fields) == first
+            assert (await twice.submit_batch(batch, seq_id=number)) == promises[0]
+        with pytest.raises(Refusal, match="seq_id 3 of .* came before with other content"):
+            await twice.submit_batch(data[0], seq_id=3)
+        once.seq_id = twice.seq_id = 10
+        paths = [await each.save("end") for each in (once, twice)]
+        files = [(adapter_of(tmp_path, path) / "optimizer.safetensors").read_bytes() for path in paths]
+        assert files[0] == files[1]
+        with pytest.raises(Refusal, match=r"seq_id 7 of .* comes after 11; they are to ascend from 1"):
+            await twice.submit_batch(data[0], seq_id=7)
+        once.seq_id = 10
+        assert await once.save("end") == paths[0]
+        with pytest.raises(Refusal, match="weights/end of .* is there already; take another name, or overwrite=True"):
+            await once.save("end")
+        await once.save("end", overwrite=True)
+        sampler = await once.sampler()
+        found = [samples(await client.sample(sampler, 0, PROMPT, max_tokens=20)) for _ in range(2)]
+        assert found[0][0][0] == found[1][0][0]
+
+
+async def test_a_key_sees_nothing_of_another_one(model, tmp_path):
+    async with Server(model, tmp_path, keys={"tml-a": "ann", "tml-b": "bob"}) as server:
+        ann, bob = await server.client("tml-a"), await server.client("tml-b")
+        tenant = await ann.tenant()
+        sampler = await tenant.sampler()
+        path = await tenant.save("state")
+        promise = await ann.call("asample", **sample(sampling_session_id=None) | {"sampling_session_id": sampler}
+                                 | {"sampling_params": {"max_tokens": 1}})  # fmt: skip
+        theirs = {
+            "create_model": create(session_id=ann.session),
+            "session_heartbeat": {"session_id": ann.session},
+            "get_info": {"model_id": tenant.model_id},
+            "optim_step": {"model_id": tenant.model_id, "seq_id": 9, "adam_params": ADAM},
+            "save_weights": {"model_id": tenant.model_id, "seq_id": 9, "path": "mine"},
+            "save_weights_for_sampler": {"model_id": tenant.model_id, "seq_id": 9, "path": "mine"},
+            "load_weights": {"session_id": bob.session, "model_seq_id": 0, "path": path, "optimizer": False},
+            "create_sampling_session": {
+                "session_id": bob.session,
+                "sampling_session_seq_id": 0,
+                "model_path": path,
+            },
+            "weights_info": {"tinker_path": path},
+            "asample": sample() | {"sampling_session_id": sampler, "seq_id": 1},
+            "retrieve_future": {"request_id": promise["request_id"]},
+        }
+        for name, asked in theirs.items():
+            with pytest.raises(Refusal, match="of this key") as refused:
+                await bob.call(name, **asked)
+            assert refused.value.status == 404
+        for get in (f"samplers/{sampler}", f"training_runs/{tenant.model_id}"):
+            assert await ann.get(get)
+            with pytest.raises(Refusal, match="of this key"):
+                await bob.get(get)
+        with pytest.raises(Refusal, match="of this key"):
+            await bob.call(f"sessions/{ann.session}/finish")
+        tenant.client = bob
+        with pytest.raises(Refusal, match="of this key"):
+            await tenant.batch([(TOKENS, INPUTS)])
+        with pytest.raises(Refusal, match="the API key is none of this server's --keys") as refused:
+            await server.client("tml-c")
+        assert refused.value.status == 401
+        assert await ann.result(promise)
+
+
+async def test_adapters_beyond_the_limit_are_refused_until_a_place_is_free(model, tmp_path):
+    now = 0.0
+    async with Server(model, tmp_path, max_tenants=2, clock=lambda: now) as server:
+        first, second = await server.client(), await server.client()
+        await first.tenant()
+        await second.tenant()
+        for client in (first, second):
+            with pytest.raises(Refusal, match="2 adapters are in training, which is the limit") as refused:
+                await client.tenant()
+            assert refused.value.status == 403
+        await first.call(f"sessions/{first.session}/finish")
+        kept = await second.tenant()
+        now += 601
+        await second.call("session_heartbeat", session_id=second.session)
+        third = await server.client()
+        with pytest.raises(Refusal, match="2 adapters are in training"):
+            await third.tenant()
+        now += 601
+        await third.call("session_heartbeat", session_id=third.session)
+        await (await third.tenant()).train([(TOKENS, INPUTS)], **ADAM)
+        with pytest.raises(Refusal, match="there is no model .* or its session has ended"):
+            await kept.batch([(TOKENS, INPUTS)])
+        server.service.close()
+        assert len(server.base.model.peft_config) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ann\n", "line 1: OWNER KEY is asked"),
+        ("\nann sk-1\n", "line 2: OWNER KEY is asked, with a key that begins with tml-"),
+        ("../ann tml-1\n", "line 1: OWNER KEY is asked"),
+        ("ann tml-1\nbob tml-1\n", "line 2: the key is there already"),
+        ("# nobody\n", "has no key"),
+    ],
+)
+def test_a_file_of_keys_is_checked(tmp_path, text, message):
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_keys(tmp_path / "keys")
+
+
+def test_keys_are_read_with_comments(tmp_path):
+    (tmp_path / "keys").write_text("ann tml-1  # hers\n\nbob tml-2\nann tml-3\n")
+    assert read_keys(tmp_path / "keys") == {"tml-1": "ann", "tml-2": "bob", "tml-3": "ann"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "absent"], "--model absent is no directory of a Hugging Face model: it has no config.json"),
+        (["--model", "MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0: beyond this machine, --keys FILE is needed"),
+        (["--model", "MODEL", "--keys", "absent"], "--keys absent: "),
+        (["--model", "MIXTURE"], "Qwen3MoeForCausalLM is not served: adapters are for linear layers of attention, MLP"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_in_one_line(model, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    if "MIXTURE" in arguments:
+        make_tiny_model("MIXTURE", "qwen3_moe")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *(str(model) if each == "MODEL" else each for each in arguments)])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("error: ")
+    assert message in told
+    assert "\n" not in told

@@ -1,0 +1,167 @@
+"""A client of the protocol that sends each message as it stands in the table of `verl.tenants.wire`.
+
+The client of PyPI is in `test_tinker_client.py`: it takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from aiohttp.test_utils import TestClient, TestServer
+
+from verl.tenants.base import Base
+from verl.tenants.checkpoints import Checkpoints
+from verl.tenants.http import API, application
+from verl.tenants.sampler import InProcessSampler
+from verl.tenants.service import Service
+from verl.tenants.wire import CONTENT_TYPE, FLOAT32, INT64, MESSAGES
+
+NAME = "tiny"
+
+
+class Refusal(Exception):
+    def __init__(self, status, answer):
+        super().__init__(answer["error"])
+        self.status = status
+
+
+class Server:
+    """The service over HTTP, with a base model of its own."""
+
+    def __init__(self, model, output, *, keys=None, **options):
+        self.base = Base(model)
+        settings = {"names": [NAME], "max_tenants": 8, "max_rank": 64, "alpha": 32} | options
+        self.service = Service(self.base, InProcessSampler(self.base), Checkpoints(output, NAME), **settings)
+        self.http = TestClient(TestServer(application(self.service, keys)))
+
+    async def __aenter__(self):
+        await self.http.start_server()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.http.close()
+        self.service.close()
+
+    async def client(self, key="tml-any"):
+        client = Client(self.http, key)
+        client.session = (await client.call("create_session", tags=[], sdk_version="0.38.0"))["session_id"]
+        return client
+
+
+class Client:
+    def __init__(self, http, key):
+        self.http, self.key = http, key
+        self.models = 0
+
+    async def post(self, name, **content):
+        headers = {"X-API-Key": self.key} | ({"Content-Type": CONTENT_TYPE} if "data" in content else {})
+        async with self.http.post(API + name, headers=headers, **content) as response:
+            if response.status != 200:
+                raise Refusal(response.status, await response.json())
+            return await response.read() if response.content_type == CONTENT_TYPE else await response.json()
+
+    async def call(self, name, **fields):
+        return await self.post(name, json=fields)
+
+    async def get(self, path):
+        async with self.http.get(API + path, headers={"X-API-Key": self.key}) as response:
+            if response.status != 200:
+                raise Refusal(response.status, await response.json())
+            return await response.json()
+
+    async def result(self, promise):
+        found = await self.call("retrieve_future", request_id=promise["request_id"])
+        if isinstance(found, dict) and "error" in found:
+            raise Refusal(200, found)
+        return found
+
+    async def done(self, name, **fields):
+        return await self.result(await self.call(name, **fields))
+
+    async def tenant(self, *, seed=0, rank=4, **lora):
+        number, self.models = self.models, self.models + 1
+        asked = {"session_id": self.session, "model_seq_id": number, "base_model": NAME}
+        made = await self.done("create_model", **asked, lora_config={"rank": rank, "seed": seed, **lora})
+        return TenantClient(self, made["model_id"])
+
+    async def sample(self, sampler, number, prompt, **params):
+        asked = {key: params.pop(key) for key in list(params) if key in OF_REQUEST}
+        promise = await self.call(
+            "asample",
+            sampling_session_id=sampler,
+            seq_id=number,
+            prompt={"chunks": [{"tokens": prompt, "type": "encoded_text"}]},
+            sampling_params=params,
+            **asked,
+        )
+        message = MESSAGES["SampleResponse"]()
+        message.ParseFromString(await self.result(promise))
+        return message
+
+
+OF_REQUEST = (
+    "num_samples",
+    "prompt_logprobs",
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "prompt_logprobs_last_n",
+)
+
+
+class TenantClient:
+    def __init__(self, client, model_id):
+        self.client, self.model_id, self.seq_id = client, model_id, 0
+
+    def next(self):
+        self.seq_id += 1
+        return {"model_id": self.model_id, "seq_id": self.seq_id}
+
+    async def submit_batch(self, data, loss="cross_entropy", *, forward_only=False, seq_id=None, **options):
+        message = MESSAGES["ForwardBackwardRequest"](
+            model_id=self.model_id,
+            seq_id=self.next()["seq_id"] if seq_id is None else seq_id,
+            loss_fn=loss,
+            forward_only=forward_only,
+        )
+        for key, value in options.items():
+            message.loss_fn_config_v2.add(key=key).value.number = value
+        for tokens, inputs in data:
+            datum = message.data.add()
+            datum.model_input.add().encoded_text.tokens = np.asarray(tokens, dtype=np.int32).tobytes()
+            for key, values in inputs.items():
+                named = datum.loss_fn_inputs.add(key=key)
+                named.value.dense, named.value.dtype = values.tobytes(), INT64 if values.dtype.kind == "i" else FLOAT32
+                named.value.shape.extend(values.shape)
+        body = message.SerializeToString()
+        return await self.client.post("forward_backward", data=body)
+
+    async def batch(self, data, loss="cross_entropy", **options):
+        """The sum of losses, and the log-probs of each datum."""
+        message = MESSAGES["ForwardBackwardOutput"]()
+        message.ParseFromString(await self.client.result(await self.submit_batch(data, loss, **options)))
+        values = message.loss_fn_outputs[0].fields[0].value
+        ends = np.frombuffer(values.offsets, "<i8") // 4
+        logprobs = np.split(np.frombuffer(values.data, "<f4"), ends[1:-1])
+        return message.metrics[0].value, logprobs
+
+    async def step(self, **adam):
+        return await self.client.done("optim_step", **self.next(), adam_params=adam)
+
+    async def train(self, data, loss="cross_entropy", **adam):
+        found = await self.batch(data, loss)
+        await self.step(**adam)
+        return found
+
+    async def sampler(self, number=0):
+        saved = await self.client.done("save_weights_for_sampler", **self.next(), sampling_session_seq_id=number)
+        return saved["sampling_session_id"]
+
+    async def save(self, name, call="save_weights", **fields):
+        return (await self.client.done(call, **self.next(), path=name, **fields))["path"]
+
+
+def samples(message):
+    """Tokens, log-probs and the reason of each sequence."""
+    return [
+        (np.frombuffer(each.tokens, "<i4").tolist(), np.frombuffer(each.logprobs, "<f4"), each.stop_reason)
+        for each in message.sequences
+    ]

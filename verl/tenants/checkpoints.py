@@ -1,0 +1,163 @@
+"""Versions of adapters as files: peft's two, the optimizer's state where one is saved, and `version.json`.
+
+    OUTPUT/<owner>/<training run>/weights/<name>/            with the optimizer
+                                  sampler_weights/<name>/    without
+
+A version is named by the digest of peft's files, and read only if they still have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save_file
+
+from verl.checkpoint_engine.support.files import sync_to_disk
+from verl.tenants.base import Shape
+from verl.tenants.refused import Refused
+
+CONFIG, TENSORS, OPTIMIZER, RECORD = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "optimizer.safetensors",
+    "version.json",
+)
+KINDS = ("weights", "sampler_weights")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+SCHEME = "tinker://"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Version:
+    """A saved adapter."""
+
+    path: str
+    """tinker://<training run>/<kind>/<name>"""
+    directory: Path
+    digest: str
+    """SHA-256 of peft's files, in hexadecimal."""
+    shape: Shape
+    created_s: float
+    """Since the epoch."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Raises Refused if the files are no longer those of the digest."""
+        data, digest = _read(self.directory)
+        if digest != self.digest:
+            raise Refused(
+                f"{self.path}: its files have the digest {digest[:16]}, not {self.digest[:16]} as when it was named"
+            )
+        return load(data)
+
+    def optimizer(self) -> dict[str, torch.Tensor]:
+        path = self.directory / OPTIMIZER
+        if not path.is_file():
+            raise Refused(f"{self.path} has no optimizer state; load the weights alone, or a path of save_state")
+        return load(path.read_bytes())
+
+
+def _read(directory: Path) -> tuple[bytes, str]:
+    data = (directory / TENSORS).read_bytes()
+    return data, hashlib.sha256((directory / CONFIG).read_bytes() + data).hexdigest()
+
+
+class Checkpoints:
+    """The versions below a directory; each owner finds its own alone."""
+
+    def __init__(self, output: Path, base_model: str) -> None:
+        self._output = output
+        self._base_model = base_model
+
+    def save(
+        self,
+        owner: str,
+        run: str,
+        kind: str,
+        name: str | None,
+        shape: Shape,
+        tensors: dict[str, torch.Tensor],
+        write_config: Callable[[Path], None],
+        *,
+        optimizer: dict[str, torch.Tensor] | None = None,
+        overwrite: bool = False,
+    ) -> Version:
+        """Write a version durably, under its digest if it has no name. Its directory appears whole or not at all.
+
+        The same bytes may be saved twice. Raises Refused for a name that is taken by others.
+        """
+        folder = self._output / owner / run.replace(":", "_") / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
+        try:
+            write_config(draft)
+            save_file(tensors, draft / TENSORS, metadata={"format": "pt"})
+            if optimizer is not None:
+                save_file(optimizer, draft / OPTIMIZER)
+            _, digest = _read(draft)
+            record = {
+                "digest": digest,
+                "shape": shape.as_json(),
+                "base_model": self._base_model,
+                "created_s": time.time(),
+            }
+            (draft / RECORD).write_text(json.dumps(record))
+            sync_to_disk(draft)
+            target = folder / (name or digest[:32])
+            if target.exists():
+                if not overwrite and not (optimizer is None and _record(target).get("digest") == digest):
+                    raise Refused(
+                        f"{kind}/{target.name} of {run} is there already; take another name, or overwrite=True"
+                    )
+                shutil.rmtree(target)
+            draft.rename(target)
+            sync_to_disk(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return self.find(owner, f"{SCHEME}{run}/{kind}/{target.name}")
+
+    def find(self, owner: str, path: str) -> Version:
+        """Raises Refused for a path that leads to no version of this owner."""
+        run, _, rest = path.removeprefix(SCHEME).partition("/")
+        kind, _, name = rest.partition("/")
+        folder = run.replace(":", "_")
+        directory = self._output / owner / folder / kind / name
+        wrong = (
+            not path.startswith(SCHEME) or kind not in KINDS or not (NAME.fullmatch(name) and NAME.fullmatch(folder))
+        )
+        record = {} if wrong else _record(directory)
+        if not record:
+            raise Refused(f"there are no weights {path!r} of this key", status=404)
+        if record["base_model"] != self._base_model:
+            raise Refused(f"{path} is an adapter of {record['base_model']}; this server has {self._base_model}")
+        return Version(
+            path=path,
+            directory=directory,
+            digest=record["digest"],
+            shape=Shape(**record["shape"]),
+            created_s=record["created_s"],
+        )
+
+
+def checked_name(name: str) -> str:
+    """Raises Refused for what cannot be the name of a version."""
+    if not NAME.fullmatch(name):
+        raise Refused(f"{name!r} is no name of weights: letters, digits, '_', '-' and '.' are, 100 at most")
+    return name
+
+
+def _record(directory: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found

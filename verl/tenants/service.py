@@ -1,0 +1,468 @@
+"""The calls of the Tinker protocol: sessions, adapters in training, samplers. Each belongs to the key that made it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.tenants import losses
+from verl.tenants.base import Base, Shape
+from verl.tenants.checkpoints import Checkpoints, Version, checked_name
+from verl.tenants.fields import Fields
+from verl.tenants.refused import Refused
+from verl.tenants.sampler import Asked, Sampler
+from verl.tenants.tenant import Tenant
+from verl.tenants.wire import Batch, read_batch
+from verl.tenants.worker import Answer, Worker
+
+ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+"""The protocol's AdamParams and their defaults."""
+MOST_SAMPLES, MOST_LIKELIEST = 128, 20
+IDLE_S = 600.0
+"""A session that was not heard of for so long gives its adapters up, if another one needs their place."""
+
+
+@dataclass(kw_only=True)
+class Model:
+    """An adapter in training, as the event loop knows it."""
+
+    model_id: str
+    shape: Shape | None = None
+    """None until a version that it starts from is read."""
+    tenant: Tenant | None = None
+    """Set, like `shape`, by the worker when it makes it."""
+    last: int = 0
+    """The newest seq_id."""
+    heard: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Session:
+    owner: str
+    heard: float
+    models: dict[str, Model] = field(default_factory=dict)
+    samplers: dict[str, Version | None] = field(default_factory=dict)
+
+
+class Service:
+    """Its methods are called on one event loop. They raise Refused; what computes is done by the worker."""
+
+    def __init__(
+        self,
+        base: Base,
+        sampler: Sampler,
+        checkpoints: Checkpoints,
+        *,
+        names: Collection[str],
+        max_tenants: int,
+        max_rank: int,
+        alpha: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`names`: what clients may call the base model; the first one is told."""
+        self.name = next(iter(names))
+        self._names = set(names)
+        self._base, self._sampler, self._checkpoints = base, sampler, checkpoints
+        self._max_tenants, self._max_rank, self._alpha = max_tenants, max_rank, alpha
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._worker = Worker()
+
+    def close(self) -> None:
+        self._worker.close()
+
+    # Sessions.
+
+    def capabilities(self) -> dict[str, Any]:
+        model = {
+            "model_name": self.name,
+            "max_context_length": self._base.context,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return {"supported_models": [model]}
+
+    def create_session(self, owner: str) -> dict[str, Any]:
+        session_id = f"session-{secrets.token_hex(12)}"
+        self._sessions[session_id] = Session(owner=owner, heard=self._clock())
+        return {"type": "create_session", "session_id": session_id}
+
+    def heartbeat(self, owner: str, asked: Fields) -> dict[str, Any]:
+        self._session(owner, asked.take("session_id", str))
+        return {"type": "session_heartbeat"}
+
+    def finish(self, owner: str, session_id: str) -> dict[str, Any]:
+        """Give up the adapters and samplers of a session. What was saved stays."""
+        self._session(owner, session_id)
+        self._end(session_id)
+        return {}
+
+    def _session(self, owner: str, session_id: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner:
+            raise Refused(f"there is no session {session_id!r} of this key, or it has ended", status=404)
+        session.heard = self._clock()
+        return session
+
+    def _end(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id)
+        for queue in (*session.models, *session.samplers):
+            self._worker.forget(queue)
+        for model in session.models.values():
+            self._worker.run(partial(_close, model))
+
+    def _model(self, owner: str, model_id: str) -> Model:
+        session = self._sessions.get(model_id.partition(":")[0])
+        model = session.models.get(model_id) if session and session.owner == owner else None
+        if session is None or model is None:
+            raise Refused(f"there is no model {model_id!r} of this key, or its session has ended", status=404)
+        session.heard = self._clock()
+        return model
+
+    # Adapters in training.
+
+    def create_model(self, owner: str, asked: Fields) -> dict[str, Any]:
+        session_id, number = asked.take("session_id", str), asked.number("model_seq_id", int, None, 0)
+        self._check_base(asked.take("base_model", str))
+        lora = Fields(asked.maybe("lora_config", dict) or {}, "lora_config")
+        self._check_optimizer(asked)
+        asked.without_effect("user_metadata", "type")
+        asked.end()
+        shape = Shape(
+            rank=lora.number("rank", int, 32, 1, self._max_rank),
+            alpha=self._alpha,
+            attention=lora.take("train_attn", bool, True),
+            mlp=lora.take("train_mlp", bool, True),
+            unembedding=lora.take("train_unembed", bool, True),
+        )
+        if not (shape.attention or shape.mlp or shape.unembedding):
+            raise Refused("lora_config trains nothing: one of train_attn, train_mlp, train_unembed is to be true")
+        given = lora.maybe("seed", int)
+        lora.end()
+        seed = secrets.randbits(63) if given is None else given
+        model = self._new_model(owner, session_id, number)
+
+        def make() -> Answer:
+            model.tenant = Tenant(self._base, shape, seed)
+            return {"type": "create_model", "model_id": model.model_id}
+
+        model.shape = model.shape or shape
+        return self._promise(owner, model, 0, _print(shape, given), make)
+
+    def _new_model(self, owner: str, session_id: str, number: int) -> Model:
+        """The model of this number of the session: a new one, or the one that was asked for before."""
+        session = self._session(owner, session_id)
+        model_id = f"{session_id}:train:{number}"
+        if model_id in session.models:
+            return session.models[model_id]
+        for idle in [
+            key for key, each in self._sessions.items() if self._clock() - each.heard > IDLE_S and each.models
+        ]:
+            if self._number_of_models() >= self._max_tenants:
+                self._end(idle)
+        if self._number_of_models() >= self._max_tenants:
+            raise Refused(
+                f"{self._max_tenants} adapters are in training, which is the limit; end a session, or start the server"
+                " with a larger --max-tenants",
+                status=403,
+            )
+        return session.models.setdefault(model_id, Model(model_id=model_id))
+
+    def _number_of_models(self) -> int:
+        return sum(len(session.models) for session in self._sessions.values())
+
+    def info(self, owner: str, asked: Fields) -> dict[str, Any]:
+        model = self._model(owner, asked.take("model_id", str))
+        return {
+            "type": "get_info",
+            "model_id": model.model_id,
+            "model_name": self.name,
+            "is_lora": True,
+            "lora_rank": model.shape.rank if model.shape else None,
+            "model_data": {
+                "arch": type(self._base.model).__name__,
+                "model_name": self.name,
+                "tokenizer_id": str(self._base.directory),
+            },
+        }
+
+    def forward_backward(self, owner: str, body: bytes) -> dict[str, Any]:
+        batch = read_batch(body)
+        model = self._model(owner, batch.model_id)
+        try:
+            losses.check(batch, vocabulary=self._base.vocabulary, context=self._base.context)
+        except Refused as exc:
+            self._spoil(model, batch, str(exc))
+            raise
+        return self._promise(owner, model, batch.seq_id, batch.fingerprint(), lambda: _of(model).compute(batch))
+
+    def _spoil(self, model: Model, batch: Batch, why: str) -> None:
+        """A step that was sent along with a refused batch is not done with the rest of the gradients."""
+        if not batch.forward_only and not self._worker.knows(model.model_id, batch.seq_id):
+            why = f"forward_backward (seq_id {batch.seq_id}) was refused: {why}"
+            self._worker.run(lambda: _of(model).spoil(why))
+
+    def optim_step(self, owner: str, asked: Fields) -> dict[str, Any]:
+        model, number = self._model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
+        if (other := asked.anything("optimizer_params")) is not None:
+            raise Refused(f"optimizer_params {other!r:.80} are not served, only AdamParams")
+        given = Fields(asked.take("adam_params", dict), "adam_params")
+        asked.without_effect("type")
+        asked.end()
+        adam = {name: given.number(name, float, default, 0.0) for name, default in ADAM.items()}
+        given.end()
+        for name in ("beta1", "beta2"):
+            if adam[name] >= 1:
+                raise Refused(f"adam_params.{name}={adam[name]} is not below 1")
+        return self._promise(owner, model, number, _print(adam), lambda: {"metrics": _of(model).step(adam)})
+
+    def _promise(
+        self, owner: str, model: Model, number: int, fingerprint: str, work: Callable[[], Answer]
+    ) -> dict[str, Any]:
+        """Requests of a model are done in the order of their numbers, which is that in which they come."""
+        if number <= model.last and number > 0 and not self._worker.knows(model.model_id, number):
+            raise Refused(f"seq_id {number} of {model.model_id} comes after {model.last}; they are to ascend from 1")
+        request_id = self._worker.submit(owner, model.model_id, number, fingerprint, work)
+        model.last = max(model.last, number)
+        return {"request_id": request_id, "model_id": model.model_id}
+
+    # Versions.
+
+    def save_weights(self, owner: str, asked: Fields) -> dict[str, Any]:
+        model, number = self._model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
+        name, overwrite = checked_name(asked.take("path", str)), asked.take("overwrite", bool, False)
+        asked.without_effect("ttl_seconds", "user_metadata", "type")
+        asked.end()
+
+        def save() -> Answer:
+            tenant = _of(model)
+            version = self._save(owner, model, "weights", name, optimizer=tenant.optimizer_state(), overwrite=overwrite)
+            return {"type": "save_weights", "path": version.path}
+
+        return self._promise(owner, model, number, _print(name, overwrite), save)
+
+    def save_weights_for_sampler(self, owner: str, asked: Fields) -> dict[str, Any]:
+        model, number = self._model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
+        given, sampler = asked.maybe("path", str), asked.maybe("sampling_session_seq_id", int)
+        if (kind := asked.take("kind", str, "snapshot")) != "snapshot":
+            raise Refused(f"kind={kind} is not served, only snapshot: a sampler has one version for good")
+        if (given is None) == (sampler is None):
+            raise Refused("save_weights_for_sampler needs either path or sampling_session_seq_id")
+        asked.without_effect("ttl_seconds", "user_metadata", "type")
+        asked.end()
+        name = None if given is None else checked_name(given)
+        session_id = model.model_id.partition(":")[0]
+        session = self._session(owner, session_id)
+        sampler_id = f"{session_id}:sample:{sampler}"
+
+        def save() -> Answer:
+            version = self._save(owner, model, "sampler_weights", name)
+            if name is not None:
+                return {"type": "save_weights_for_sampler", "path": version.path}
+            session.samplers[sampler_id] = version
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
+
+        return self._promise(owner, model, number, _print(name, sampler), save)
+
+    def _save(self, owner: str, model: Model, kind: str, name: str | None, **options: Any) -> Version:
+        tenant = _of(model)
+        return self._checkpoints.save(
+            owner, model.model_id, kind, name, tenant.shape, tenant.tensors(), tenant.write_config, **options
+        )
+
+    def load_weights(self, owner: str, asked: Fields) -> dict[str, Any]:
+        path, optimizer = asked.take("path", str), asked.take("optimizer", bool)
+        base_model = asked.maybe("base_model", str)
+        if base_model is not None:
+            self._check_base(base_model)
+        self._check_optimizer(asked)
+        asked.without_effect("user_metadata", "type")
+        model_id, number = asked.maybe("model_id", str), 0
+        if model_id is not None:
+            model, number = self._model(owner, model_id), asked.number("seq_id", int, None, 1)
+        else:
+            session_id, model_number = asked.take("session_id", str), asked.number("model_seq_id", int, None, 0)
+            self._checkpoints.find(owner, path)  # before a place is taken
+            model = self._new_model(owner, session_id, model_number)
+        asked.end()
+
+        def load() -> Answer:
+            version = self._checkpoints.find(owner, path)
+            tenant = model.tenant or Tenant(self._base, version.shape, seed=0)
+            try:
+                tenant.load(version, optimizer=optimizer)
+            except Exception:
+                if model.tenant is None:
+                    tenant.close()
+                raise
+            model.tenant, model.shape = tenant, version.shape
+            return {"type": "load_weights", "path": path, "model_id": model.model_id}
+
+        return self._promise(owner, model, number, _print(path, optimizer), load)
+
+    def weights_info(self, owner: str, asked: Fields) -> dict[str, Any]:
+        shape = self._checkpoints.find(owner, asked.take("tinker_path", str)).shape
+        return {
+            "base_model": self.name,
+            "is_lora": True,
+            "lora_rank": shape.rank,
+            "train_unembed": shape.unembedding,
+            "train_mlp": shape.mlp,
+            "train_attn": shape.attention,
+        }
+
+    def training_run(self, owner: str, model_id: str) -> dict[str, Any]:
+        model = self._model(owner, model_id)
+        return {
+            "training_run_id": model_id,
+            "base_model": self.name,
+            "model_owner": owner,
+            "is_lora": True,
+            "lora_rank": model.shape.rank if model.shape else None,
+            "last_request_time": datetime.now(UTC).isoformat(),
+        }
+
+    # Samplers.
+
+    def create_sampler(self, owner: str, asked: Fields) -> dict[str, Any]:
+        session_id, number = asked.take("session_id", str), asked.number("sampling_session_seq_id", int, None, 0)
+        base_model, path = asked.maybe("base_model", str), asked.maybe("model_path", str)
+        asked.without_effect("type")
+        asked.end()
+        session = self._session(owner, session_id)
+        if base_model is not None:
+            self._check_base(base_model)
+        elif path is None:
+            raise Refused("create_sampling_session needs base_model or model_path")
+        version = None if path is None else self._checkpoints.find(owner, path)
+        sampler_id = f"{session_id}:sample:{number}"
+        known = session.samplers.setdefault(sampler_id, version)
+        if (known and known.digest) != (version and version.digest):
+            raise Refused(f"sampler {sampler_id} is of another version")
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    def sampler_info(self, owner: str, sampler_id: str) -> dict[str, Any]:
+        version = self._version(owner, sampler_id)
+        return {"sampler_id": sampler_id, "base_model": self.name, "model_path": version and version.path}
+
+    def _version(self, owner: str, sampler_id: str) -> Version | None:
+        session = self._sessions.get(sampler_id.partition(":")[0])
+        if session is None or session.owner != owner or sampler_id not in session.samplers:
+            raise Refused(f"there is no sampler {sampler_id!r} of this key, or its session has ended", status=404)
+        session.heard = self._clock()
+        return session.samplers[sampler_id]
+
+    def sample(self, owner: str, fields: Fields) -> dict[str, Any]:
+        sampler_id, number = fields.take("sampling_session_id", str), fields.number("seq_id", int, None, 0)
+        version = self._version(owner, sampler_id)
+        asked = self._asked(fields)
+        sequences = [f"{sampler_id}:{number}:{index}" for index in range(asked.number)]
+        request_id = self._worker.submit(
+            owner, sampler_id, number, _print(asked), lambda: self._sampler.sample(version, asked)
+        )
+        return {"request_id": request_id, "sample_sequence_ids": sequences}
+
+    def _asked(self, fields: Fields) -> Asked:
+        prompt = _prompt(fields.take("prompt", dict), self._base.vocabulary)
+        params = Fields(fields.take("sampling_params", dict), "sampling_params")
+        room = self._base.context - len(prompt)
+        if not len(prompt) or room < 1:
+            raise Refused(f"the prompt has {len(prompt)} tokens; the model takes 1 to {self._base.context - 1}")
+        tokens, strings = self._stops(params.anything("stop"))
+        last = fields.maybe("prompt_logprobs_last_n", int)
+        asked = Asked(
+            prompt=prompt,
+            number=fields.number("num_samples", int, 1, 1, MOST_SAMPLES),
+            max_tokens=params.number("max_tokens", int, room, 1, room),
+            temperature=params.number("temperature", float, 1.0, 0.0),
+            top_k=params.number("top_k", int, -1, -1),
+            top_p=params.number("top_p", float, 1.0, 1e-9, 1.0),
+            seed=params.maybe("seed", int),
+            stop_tokens=tokens,
+            stop_strings=strings,
+            prompt_logprobs=fields.take("prompt_logprobs", bool, False),
+            prompt_logprobs_last=last,
+            likeliest_of_prompt=fields.number("topk_prompt_logprobs", int, 0, 0, MOST_LIKELIEST),
+            likeliest_of_samples=fields.number("topk_sample_logprobs", int, 0, 0, MOST_LIKELIEST),
+        )
+        if last is not None and not 1 <= last < len(prompt):
+            raise Refused(f"prompt_logprobs_last_n={last} is not from 1 to {len(prompt) - 1}")
+        params.end()
+        fields.without_effect("type")
+        fields.end()
+        return asked
+
+    def _stops(self, stop: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Tokens and strings; the model's own end is one of them, but for an empty list."""
+        given = [stop] if isinstance(stop, str) else [] if stop is None else stop
+        if not isinstance(given, list) or not all(
+            type(each) is int or (isinstance(each, str) and each) for each in given
+        ):
+            raise Refused(f"sampling_params.stop is a string, or a list of strings or of tokens, not {stop!r:.80}")
+        tokens = [each for each in given if isinstance(each, int)]
+        own = [] if stop == [] else self._base.ends
+        return (*tokens, *own), tuple(each for each in given if isinstance(each, str))
+
+    # Answers.
+
+    async def answer(self, owner: str, asked: Fields, timeout_s: float) -> Answer | None:
+        return await self._worker.answer(owner, asked.take("request_id", str), timeout_s)
+
+    def _check_base(self, name: str) -> None:
+        if name not in self._names:
+            raise Refused(f"base_model {name!r} is not served; {self.name!r} is", status=404)
+
+    @staticmethod
+    def _check_optimizer(asked: Fields) -> None:
+        given = asked.maybe("optimizer_config", dict)
+        if given is not None and given.get("type") != "adamw":
+            raise Refused(f"optimizer {given.get('type')!r} is not served, only adamw")
+
+
+def _close(model: Model) -> None:
+    if model.tenant is not None:
+        model.tenant.close()
+
+
+def _of(model: Model) -> Tenant:
+    if model.tenant is None:
+        raise Refused(f"{model.model_id} could not be made; its first request says why")
+    return model.tenant
+
+
+def _prompt(given: dict[str, Any], vocabulary: int) -> np.ndarray:
+    chunks = given.get("chunks")
+    if not isinstance(chunks, list) or not all(isinstance(each, dict) for each in chunks):
+        raise Refused("prompt.chunks is a list of objects")
+    if other := [each.get("type") for each in chunks if each.get("type", "encoded_text") != "encoded_text"]:
+        raise Refused(f"prompt has a chunk of type {other[0]!r}; text alone is served")
+    tokens = [token for each in chunks for token in each.get("tokens", ())]
+    if not all(type(token) is int for token in tokens):
+        raise Refused("prompt has a token that is no integer")
+    found = np.array(tokens, dtype=np.int64)
+    losses.check_tokens(found, vocabulary, "prompt")
+    return found
+
+
+def _print(*content: Any) -> str:
+    """Tells requests with one number apart."""
+    return json.dumps([repr(each) if not isinstance(each, Asked) else _of_asked(each) for each in content])
+
+
+def _of_asked(asked: Asked) -> str:
+    return repr((asked, asked.prompt.tolist()))
+
+
+def served_names(directory: Path, name: str | None) -> list[str]:
+    """What clients may call a base model: its name, and its directory."""
+    names = [name or str(directory), str(directory), str(directory.resolve())]
+    return list(dict.fromkeys(names))

@@ -1,0 +1,95 @@
+"""The thread that computes: work runs in the order in which it came, and its answers are kept for who asks again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from verl.tenants.refused import Refused
+
+KEPT = 2000
+"""Answers of one queue, the newest."""
+
+logger = logging.getLogger(__name__)
+
+Answer: TypeAlias = "bytes | dict[str, object]"
+"""A message of `wire`, or a JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    owner: str
+    fingerprint: str
+    answer: Future[Answer]
+
+
+class Worker:
+    """Its methods are called on the event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tenants")
+        self._requests: dict[str, Request] = {}
+        self._queues: dict[str, deque[str]] = {}
+
+    def submit(self, owner: str, queue: str, number: int | str, fingerprint: str, work: Callable[[], Answer]) -> str:
+        """Have `work` done, once for each `queue` and `number`; returns the id of the request.
+
+        Raises Refused if the same number came before with other content.
+        """
+        request_id = f"{queue}:{number}"
+        if (known := self._requests.get(request_id)) is not None:
+            if known.fingerprint != fingerprint:
+                raise Refused(f"seq_id {number} of {queue} came before with other content")
+            return request_id
+        self._requests[request_id] = Request(owner, fingerprint, self._thread.submit(_answered, work))
+        kept = self._queues.setdefault(queue, deque())
+        kept.append(request_id)
+        if len(kept) > KEPT and self._requests[kept[0]].answer.done():
+            del self._requests[kept.popleft()]
+        return request_id
+
+    def knows(self, queue: str, number: int | str) -> bool:
+        return f"{queue}:{number}" in self._requests
+
+    async def answer(self, owner: str, request_id: str, timeout_s: float) -> Answer | None:
+        """None if it is not there after `timeout_s`. Raises Refused for an id that is not of this owner."""
+        request = self._requests.get(request_id)
+        if request is None or request.owner != owner:
+            raise Refused(
+                f"there is no request {request_id!r} of this key, or its answer is no longer kept", status=404
+            )
+        done, _ = await asyncio.wait([asyncio.wrap_future(request.answer)], timeout=timeout_s)
+        return next(iter(done)).result() if done else None
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Have `work` done in its turn; nobody asks for its answer."""
+        self._thread.submit(_done, work)
+
+    def forget(self, queue: str) -> None:
+        for request_id in self._queues.pop(queue, ()):
+            self._requests.pop(request_id, None)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _done(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except Exception:  # as below
+        logger.exception("work without an answer failed")
+
+
+def _answered(work: Callable[[], Answer]) -> Answer:
+    try:
+        return work()
+    except Refused as exc:
+        return {"error": str(exc), "category": "user"}
+    except Exception as exc:  # the server goes on for its other tenants
+        logger.exception("a request failed")
+        return {"error": f"{type(exc).__name__}: {exc}", "category": "server"}

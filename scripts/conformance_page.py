@@ -1,22 +1,29 @@
 """Write docs/conformance.md: what `certify --server` finds, and by which routes.
 
-python scripts/conformance_page.py           write the page from the tables of verl/checkpoint_engine/conformance
-python scripts/conformance_page.py --check   write nothing; exit 1 if the page is not up to date
+python scripts/conformance_page.py               write the page from the tables of verl/checkpoint_engine/conformance
+python scripts/conformance_page.py --check       write nothing; exit 1 if the page is not up to date
+python scripts/conformance_page.py --runs F ...  first take over the results of `certify --faults --json F`
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from verl.checkpoint_engine.conformance.contract import INJECTED, PHASES, PROMISES, STATES  # noqa: E402
 from verl.checkpoint_engine.conformance.routes import NEED_DEVICES, ROUTES  # noqa: E402
 from verl.checkpoint_engine.conformance.verdicts import FAULTS  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "conformance.md"
+RUNS = REPOSITORY / "scripts" / "conformance_runs.json"
+"""Of each route its run with faults: engine, dtype, date, and what came of each cell."""
 CANNOT = {
     "An answer is attributed to the wrong version": (
         "https://github.com/areal-project/AReaL/pull/1569",
@@ -153,6 +160,79 @@ ask
 """
 
 
+CONTRACT = """
+## The recovery contract
+
+What a server and its pusher (a trainer, a script) promise each other when an update fails. Any engine and any route
+can adopt it. `certify --faults` tests it:
+
+```
+verl-sync certify --server http://127.0.0.1:8000 --model DIR --route disk --faults --junit faults.xml
+```
+
+Faults hit a pusher in a process of its own, or the relay between it and the server. Then the server's state is
+observed as above, and the next update is pushed. With `--worker-pid PID`, a process of the server is stopped and, at
+the end, killed; then restart the server. A promise that is broken gives exit code 1.
+
+**Who may do what.** One pusher at a time pauses, loads and resumes. A second one is refused before it changes
+anything. If the pusher is gone, its deputy (a process that outlives it, or a lease in the server) resumes or loads
+again. The operator restarts a server that does not answer.
+
+| a call | promises |
+|---|---|
+| pause | After its answer no token is computed until resume. It may be repeated |
+| load | It is answered once all workers have all bytes. After an error the old version is whole, or resume is refused |
+| label | It changes after the load and before resume, never otherwise |
+| resume | It is refused, with the reason, unless one whole version is loaded. It may be repeated |
+
+| promise | |
+|---|---|
+"""
+
+
+def contract() -> str:
+    lines = [f"| {name} | {text} |" for name, text in PROMISES.items()]
+    lines += ["", "| fault | what | phases |", "|---|---|---|"]
+    lines += [f"| {fault.name} | {fault.meaning} | {', '.join(fault.phases)} |" for fault in INJECTED]
+    lines += ["", "Phases. " + ". ".join(f"*{name}*: {text}" for name, text in PHASES.items()) + ".", ""]
+    lines += ["States: " + "; ".join(f"*{name}*, {text}" for name, text in STATES.items()) + ".", ""]
+    return CONTRACT + "\n".join([*lines, *results()]) + "\n"
+
+
+def results() -> list[str]:
+    if not RUNS.exists():
+        return []
+    runs = json.loads(RUNS.read_text())
+    lines = ["### Results with faults", ""]
+    lines += [f"* `{name}`: {run['engine']}, {run['dtype']}, {run['date']}" for name, run in runs.items()]
+    lines += ["", "Each cell has the state after the fault, then what broke the contract in **bold**.", ""]
+    lines += ["| fault, phase | " + " | ".join(f"`{name}`" for name in runs) + " |", "|---" * (len(runs) + 1) + "|"]
+    for name in dict.fromkeys(name for run in runs.values() for name in run["cells"]):
+        lines.append(f"| {name} | " + " | ".join(run["cells"].get(name, "not run") for run in runs.values()) + " |")
+    return lines
+
+
+def take_over(files: list[Path]) -> None:
+    """Put the results of `certify --faults --json` into RUNS."""
+    runs = json.loads(RUNS.read_text()) if RUNS.exists() else {}
+    for file in files:
+        said = json.loads(file.read_text())
+        runs[said["route"]] = {
+            "engine": said["engine"],
+            "dtype": said["dtype"],
+            "date": datetime.datetime.fromtimestamp(file.stat().st_mtime).date().isoformat(),
+            "cells": {step["name"]: _outcome(step) for step in said["steps"] if "fault" in step},
+        }
+    RUNS.write_text(json.dumps({name: runs[name] for name in ROUTES if name in runs}, indent=1) + "\n")
+
+
+def _outcome(step: dict[str, Any]) -> str:
+    if step["skipped"]:
+        return f"not tried: {step['skipped']}"
+    broken = dict.fromkeys(finding["fault"] for finding in step["findings"])
+    return ", ".join([step["state"], *(f"**{fault}**" for fault in broken)])
+
+
 def rendered() -> str:
     lines = ["| class | meaning | a public thread of this kind |", "|---|---|---|"]
     lines += [f"| {name} | {meaning} | {_link(thread)} |" for name, (meaning, thread) in FAULTS.items()]
@@ -166,7 +246,7 @@ def rendered() -> str:
     lines += [
         f"| {what} | {_link(thread)} | {instead} | `{name}` |" for what, (thread, instead, _, name) in CANNOT.items()
     ]
-    return HEAD + "\n".join(lines) + "\n" + FOUND
+    return HEAD + "\n".join(lines) + "\n" + contract() + FOUND
 
 
 def _link(thread: str) -> str:
@@ -178,7 +258,10 @@ def _link(thread: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
+    parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="F", help="results to take over first")
     options = parser.parse_args()
+    if options.runs:
+        take_over(options.runs)
     page = rendered()
     if options.check:
         return int(not PAGE.exists() or PAGE.read_text() != page)

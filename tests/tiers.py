@@ -21,6 +21,7 @@ MAKE_TEST = "not job or once"
 FIXTURES = {"ray_cluster", "warm", "ranks", "environments"}
 MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
+    "tests/checkpoint_engine/conformance/test_faults.py",
     "tests/checkpoint_engine/conformance/test_verdicts.py",
     "tests/benchmarks/",
     "tests/distributions/",
@@ -162,6 +163,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint_engine/conformance/test_verdicts.py::test_the_command_writes_its_reports",
         "tests/checkpoint_engine/conformance/test_verdicts.py::test_wrong_input",
         "tests/checkpoint_engine/conformance/test_verdicts.py::test_a_tied_head",
+        "tests/checkpoint_engine/conformance/test_faults.py::test_weights_that_are_mixed",
     ),
     "a certified model": ("tests/checkpoint_engine/test_certify.py::test_a_model_that_vllm_serves_right_is_certified",),
     "calls of ranks on Ray": (

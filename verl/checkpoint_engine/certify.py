@@ -2,6 +2,7 @@
 
     python -m verl.checkpoint_engine.certify --model DIR
     python -m verl.checkpoint_engine.certify --model DIR --server URL --route disk
+    python -m verl.checkpoint_engine.certify --model DIR --server URL --route disk --faults
 
 The first form: a real engine starts from dummy weights and gets three versions through the checkpoint engine: the
 model's, another one, and the model's again. After each the program compares every tensor of vLLM with vLLM's own load
@@ -321,6 +322,22 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--pause-mode", choices=("wait", "abort", "keep"), default="wait", help="of requests in flight (default wait)"
     )
     served.add_argument("--timeout-seconds", type=float, default=300.0, metavar="S", help="of each call (default 300)")
+    served.add_argument(
+        "--faults", action="store_true", help="have updates fail in every phase: does the server keep the contract"
+    )
+    served.add_argument(
+        "--deadline-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="of --faults: in which an update ends, and the server then serves or refuses (default 20)",
+    )
+    served.add_argument(
+        "--worker-pid",
+        type=int,
+        metavar="PID",
+        help="of --faults: stop and, at the end, kill this process of the server, which you then restart",
+    )
     served.add_argument("--html", type=Path, metavar="FILE", help="write a report for people there")
     served.add_argument("--junit", type=Path, metavar="FILE", help="write a report for CI there")
     return parser
@@ -361,6 +378,8 @@ def _main(options: argparse.Namespace) -> int:
             return _certify_server(options)
         if options.route is not None:
             raise ConfigError("--route is of a running server: name it with --server URL")
+        if options.faults:
+            raise ConfigError("--faults is of a running server: name it with --server URL")
         with scratch_directory() as scratch:
             certificate = certify(
                 options.model.expanduser().absolute(),
@@ -387,6 +406,10 @@ def _certify_server(options: argparse.Namespace) -> int:
         raise ConfigError("--server needs --route: arena, update, disk or checkpoint_engine")
     if options.timeout_seconds <= 0:
         raise ConfigError(f"--timeout-seconds must be more than 0, not {options.timeout_seconds:g}")
+    if options.deadline_seconds <= 0:
+        raise ConfigError(f"--deadline-seconds must be more than 0, not {options.deadline_seconds:g}")
+    if options.worker_pid is not None and not options.faults:
+        raise ConfigError("--worker-pid is of --faults")
     model = options.model.expanduser().absolute()
     checkpoint_files(model)
     asked = Options(
@@ -396,6 +419,9 @@ def _certify_server(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         pause_mode=options.pause_mode,
         timeout_s=options.timeout_seconds,
+        faults=options.faults,
+        deadline_s=options.deadline_seconds,
+        worker_pid=options.worker_pid,
     )
     with scratch_directory() as scratch:
         return certify_server(asked, scratch, html=options.html, junit=options.junit, answer=options.json)

@@ -15,7 +15,7 @@ import torch
 from tests import forked
 from tests.checkpoint_engine.conformance.slow_engine import Loader, SlowEngine, State, slow_engine
 from verl.checkpoint_engine.certify import main
-from verl.checkpoint_engine.conformance.command import Options, _prompts
+from verl.checkpoint_engine.conformance.command import Options, prompts_of
 from verl.checkpoint_engine.conformance.oracle import MARGIN, Oracle, changed_version, load_model
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM
 from verl.checkpoint_engine.conformance.routes import DiskRoute
@@ -36,7 +36,7 @@ class Bench:
     def __init__(self, directory: Path, architecture: str) -> None:
         self.directory = make_tiny_model(directory / "A", architecture)
         self.other = directory / "B"
-        prompts = _prompts(250, 40)
+        prompts = prompts_of(250, 40)
         self.oracle, _ = changed_version(self.directory, self.other, prompts, "float32", TOLERANCE, lambda _: None)
 
     @property
@@ -182,7 +182,7 @@ def test_a_copy_that_only_decoding_uses_is_derived_state(bench, engine, served):
 
 def test_a_tied_head_that_is_a_copy_is_derived_state(tmp_path):
     model = make_tiny_model(tmp_path / "A", "qwen2", tie_word_embeddings=True)
-    oracle, _ = changed_version(model, tmp_path / "B", _prompts(250, 30), "float32", TOLERANCE, lambda _: None)
+    oracle, _ = changed_version(model, tmp_path / "B", prompts_of(250, 30), "float32", TOLERANCE, lambda _: None)
     untied = load_model(tmp_path / "B", "float32")
     untied.lm_head.weight = torch.nn.Parameter(load_model(model, "float32").lm_head.weight.data)
     found = Oracle(untied, untied, oracle.prompts).of_new
@@ -192,7 +192,7 @@ def test_a_tied_head_that_is_a_copy_is_derived_state(tmp_path):
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3"])
 def test_every_tensor_shows_in_the_probes_of_its_version(architecture, tmp_path):
     model = make_tiny_model(tmp_path / "A", architecture)
-    oracle, amounts = changed_version(model, tmp_path / "B", _prompts(250, 48), "float32", TOLERANCE, lambda _: None)
+    oracle, amounts = changed_version(model, tmp_path / "B", prompts_of(250, 48), "float32", TOLERANCE, lambda _: None)
     unseen = [name for name, effect in oracle.power().items() if effect <= MARGIN * TOLERANCE]
     assert unseen == [], amounts
 

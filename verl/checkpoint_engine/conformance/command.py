@@ -13,9 +13,10 @@ import torch
 
 from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..support.console import say
+from .faults import CALLS, FaultRun, require_process
 from .oracle import MARGIN, changed_version, configured_dtype, has_experts, vocabulary
 from .probes import ProbedVLLM
-from .report import as_json, as_text, write_html, write_junit
+from .report import as_json, as_text, told, write_html, write_junit
 from .routes import route_of
 from .sequence import NUM_PROBES, PROBE_TOKENS, TOLERANCES, Run, certify
 from .verdicts import Report
@@ -33,6 +34,12 @@ class Options:
     pause_mode: str = "wait"
     timeout_s: float = 300.0
     tolerance: float | None = None
+    faults: bool = False
+    """Whether faults hit the updates."""
+    deadline_s: float = 20.0
+    """Of faults: in which a pusher ends, and then the server serves or refuses."""
+    worker_pid: int | None = None
+    """The server's process that faults may stop and kill."""
 
 
 def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> Report:
@@ -40,8 +47,11 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
 
     Raises ConfigError, BackendUnavailable, TransportError if nothing could be tried.
     """
+    if options.worker_pid is not None:
+        require_process(options.worker_pid)
     route = route_of(options.route, options.server, timeout_s=options.timeout_s, pause_mode=options.pause_mode)
-    server = ProbedVLLM(options.server, timeout_s=options.timeout_s)
+    longest_s = CALLS * options.deadline_s if options.faults else options.timeout_s
+    server = ProbedVLLM(options.server, timeout_s=min(options.timeout_s, longest_s))
     route.check()
     dtype = options.dtype if options.dtype != "auto" else server.dtype() or configured_dtype(options.model)
     if dtype not in TOLERANCES:
@@ -53,7 +63,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         )
     tolerance = options.tolerance or TOLERANCES[dtype]
     longest = server.longest() or PROBE_TOKENS + 2
-    prompts = _prompts(vocabulary(options.model), min(PROBE_TOKENS, longest - 2))
+    prompts = prompts_of(vocabulary(options.model), min(PROBE_TOKENS, longest - 2))
     oracle, _ = changed_version(options.model, scratch / "B", prompts, dtype, tolerance, tell)
     power = oracle.power()
     seen = [effect for effect in power.values() if effect > MARGIN * tolerance]
@@ -69,19 +79,33 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         unseen=[name for name, effect in power.items() if effect <= MARGIN * tolerance],
         weakest=min(seen, default=0.0),
     )
-    whole = Run(
-        server=server,
-        route=route,
-        oracle=oracle,
-        directories=(options.model, scratch / "B"),
-        tolerance=tolerance,
-        timeout_s=options.timeout_s,
-        pause_mode=options.pause_mode,
-        steps=report.steps,
-    )
+    given: dict[str, Any] = {
+        "server": server,
+        "route": route,
+        "oracle": oracle,
+        "directories": (options.model, scratch / "B"),
+        "tolerance": tolerance,
+        "timeout_s": options.timeout_s,
+        "pause_mode": options.pause_mode,
+        "steps": report.steps,
+    }
+    whole: Run
+    if options.faults:
+        whole = faulted = FaultRun(
+            **given,
+            route_name=options.route,
+            dtype=dtype,
+            scratch=scratch,
+            deadline_s=options.deadline_s,
+            worker_pid=options.worker_pid,
+        )
+        steps = faulted.all(tell)
+    else:
+        whole = Run(**given)
+        steps = certify(whole, tell)
     try:
-        for step in certify(whole, tell):
-            tell(f"{step.name}: {', '.join(one.fault for one in step.findings) or 'no fault'}")
+        for step in steps:
+            tell(told(step))
     except BaseException:
         if whole.may_have_b:
             tell("broken off: bringing the server's own version back")
@@ -90,11 +114,12 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         raise
     finally:
         route.close()
+        whole.close()
     report.cache = whole.cache
     return report
 
 
-def _prompts(vocab: int, length: int) -> list[list[int]]:
+def prompts_of(vocab: int, length: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, vocab, (length - 3 * at,), generator=generator).tolist() for at in range(NUM_PROBES)]
 

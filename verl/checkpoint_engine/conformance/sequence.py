@@ -114,6 +114,9 @@ class Run:
             step.findings.append(Finding(fault="lost request", text=f"after the update: {exc}"))
         return self._kept(step)
 
+    def close(self) -> None:
+        """Nothing stays."""
+
     @property
     def may_have_b(self) -> bool:
         """Whether B was sent last."""

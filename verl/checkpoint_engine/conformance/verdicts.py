@@ -32,6 +32,15 @@ FAULTS = {
     "lost request": ("A request in flight got no answer.", "https://github.com/radixark/miles/pull/2589"),
     "hung": ("A call got no answer before the deadline.", "https://github.com/areal-project/AReaL/issues/1160"),
     "refused": ("The server answered an update with an error.", f"{VLLM}/pull/57854"),
+    "mixed weights": (
+        "After an update that failed, the server serves neither the old version nor the new one.",
+        "https://github.com/meta-pytorch/torchforge/issues/251",
+    ),
+    "paused for ever": (
+        "After an update that failed, the server stays paused, and would resume if it were requested.",
+        "https://github.com/areal-project/AReaL/issues/1160",
+    ),
+    "no way on": ("After an update that failed, the next one fails, too.", f"{VLLM}/pull/39212"),
 }
 """Class of fault to (its meaning, a public thread about one of its kind)."""
 
@@ -71,6 +80,29 @@ class Step:
 
 
 @dataclass(kw_only=True)
+class Cell(Step):
+    """What became of a server when one fault hit one update. `seconds`: from the fault until the server serves."""
+
+    fault: str
+    """A name of `contract.INJECTED`."""
+    phase: str
+    ended: str = ""
+    """How the pusher ended: succeeded, failed, killed, or not at all."""
+    error: str = ""
+    """What it said."""
+    state: str = ""
+    """A key of `contract.STATES`; empty if it was not tried."""
+    label: str = ""
+    """The version that the server then reported."""
+    next_update: str = ""
+    """Whether the update after it worked: yes, no, or empty if it was not tried."""
+    skipped: str = ""
+    """Why it was not tried."""
+    remedy: str = ""
+    """What the operator had to do, or has to."""
+
+
+@dataclass(kw_only=True)
 class Report:
     """The result of a run."""
 
@@ -95,6 +127,11 @@ class Report:
     @property
     def passed(self) -> bool:
         return not any(step.findings for step in self.steps)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Of a run with faults: all steps but the look at the start."""
+        return [step for step in self.steps if isinstance(step, Cell)]
 
     @property
     def findings(self) -> list[Finding]:

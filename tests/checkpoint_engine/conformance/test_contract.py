@@ -1,0 +1,116 @@
+"""The tables of the recovery contract, and the relay in which faults hit."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from tests.http_server import http_server
+from verl.checkpoint_engine.conformance.contract import BROKEN, INJECTED, PHASES, PROMISES, cells
+from verl.checkpoint_engine.conformance.damage import Mark, flip_in_memory, zero_second_half
+from verl.checkpoint_engine.conformance.faults import require_process
+from verl.checkpoint_engine.conformance.injection import PLANS
+from verl.checkpoint_engine.conformance.relay import Exchange, Relay
+from verl.checkpoint_engine.conformance.routes import ROUTES
+from verl.checkpoint_engine.conformance.verdicts import FAULTS
+from verl.checkpoint_engine.errors import ConfigError, TransportError
+from verl.checkpoint_engine.parameter_server.http_server import HttpServer, Refused
+
+PAUSE, LOAD = "/pause?mode=wait", {"method": "reload_weights"}
+
+
+@pytest.fixture
+def relay():
+    def answer(_: str, path: str, body: bytes) -> tuple[int, bytes]:
+        said = {"path": path, "body": json.loads(body or b"null")}
+        return (404, b'{"error": "no"}') if path == "/refused" else (200, json.dumps(said).encode())
+
+    with http_server(answer) as url, Relay(url, timeout_s=30) as relay:
+        yield relay
+
+
+def test_every_fault_has_a_place_where_it_hits():
+    planned = {(fault.name, phase) for fault in INJECTED for phase in fault.phases}
+    assert {cell for cell in PLANS if cell not in planned} == set()
+    assert {(name, phase) for name, phase in planned - set(PLANS)} == {("no space", "before")}
+    assert all(phase in PHASES for _, phase in planned)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_route_has_a_cell_for_every_fault_and_a_reason_for_one_that_is_not_tried(route):
+    found = cells(route, with_worker=False)
+    assert {fault.name for fault, _, _ in found} == {fault.name for fault in INJECTED}
+    assert {fault.name for fault, _, reason in found if reason} == {"worker stopped", "worker killed"} | (
+        {"no space"} if route == "disk" else set()
+    )
+    assert all(not reason for fault, _, reason in cells(route, with_worker=True) if fault.name != "no space")
+
+
+def test_every_promise_names_the_classes_of_fault_that_break_it():
+    assert list(BROKEN) == list(PROMISES)
+    assert {fault for faults in BROKEN.values() for fault in faults} <= set(FAULTS)
+
+
+def test_a_relay_passes_requests_and_answers_on(relay):
+    server = HttpServer(relay.url, timeout_s=30)
+    assert server.call("POST", PAUSE, {"a": 1}) == {"path": PAUSE, "body": {"a": 1}}
+    with pytest.raises(Refused, match="no"):
+        server.call("GET", "/refused")
+
+
+@pytest.mark.parametrize("moment", ["arrived", "sent", "answered"])
+def test_a_cut_request_breaks_off_and_the_next_one_does_not(moment, relay):
+    def cut(exchange: Exchange) -> None:
+        exchange.is_cut = True
+
+    sprung = relay.trap("load", moment, cut)
+    server = HttpServer(relay.url, timeout_s=30)
+    server.call("POST", PAUSE)
+    assert not sprung.is_set()
+    with pytest.raises(TransportError, match="broke off"):
+        server.call("POST", "/collective_rpc", LOAD)
+    assert sprung.is_set()
+    server.call("POST", "/collective_rpc", LOAD)
+    assert relay.num_open == 0
+
+
+def test_a_relay_that_is_down_resets_every_connection(relay):
+    server = HttpServer(relay.url, timeout_s=30)
+    relay.trap("load", "sent", lambda _: setattr(relay, "is_down", True))
+    for path in ("/update_weights", PAUSE):
+        with pytest.raises(TransportError):
+            server.call("POST", path)
+    relay.is_down = False
+    server.call("POST", PAUSE)
+
+
+def test_a_request_waits_in_the_relay_for_the_action(relay):
+    may_go, server = threading.Event(), HttpServer(relay.url, timeout_s=30)
+    relay.trap("resume", "arrived", lambda _: may_go.wait(30))
+    request = threading.Thread(target=server.call, args=("POST", "/resume"))
+    request.start()
+    while relay.num_open == 0:
+        pass
+    assert request.is_alive()
+    may_go.set()
+    request.join(30)
+    assert not request.is_alive()
+
+
+def test_a_bit_is_flipped_where_the_tensor_lies_and_nowhere_else(tmp_path):
+    tensor = bytes(range(64))
+    (tmp_path / "memory").write_bytes(bytes(100) + tensor + bytes(36))
+    (tmp_path / "other").write_bytes(bytes(200))
+    assert flip_in_memory([tmp_path / "memory", tmp_path / "other"], Mark(data=tensor, itemsize=4))
+    after = (tmp_path / "memory").read_bytes()
+    assert [at for at, byte in enumerate(after) if byte != (bytes(100) + tensor + bytes(36))[at]] == [103]
+    assert not flip_in_memory([tmp_path / "other"], Mark(data=tensor, itemsize=4))
+    zero_second_half([tmp_path / "memory"])
+    assert (tmp_path / "memory").read_bytes() == after[:100] + bytes(100)
+
+
+def test_a_process_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="no such process"):
+        require_process(2**22 + 1)

@@ -1,0 +1,118 @@
+"""A pusher in a process of its own, which a test can stop and kill. No torch, unless its route needs it.
+
+Its argument is JSON: the arguments of `Pusher`. It prints a line with its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..errors import CheckpointEngineError
+from ..support.package import PACKAGE
+from .routes import route_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The end of a pusher's process."""
+
+    how: Literal["succeeded", "failed", "killed"]
+    error: str = ""
+
+
+class Pusher:
+    """One push by a process of its own. Used from one thread, but for `stop` and `kill`."""
+
+    def __init__(
+        self,
+        route: str,
+        url: str,
+        directory: Path,
+        version: int,
+        *,
+        timeout_s: float,
+        pause_mode: str,
+        most_file_nbytes: int | None = None,
+    ) -> None:
+        """`timeout_s`: of each call. `most_file_nbytes`: limit of the files and the shared memory that it writes."""
+        self.route = route
+        given = {"route": route, "url": url, "directory": str(directory), "version": version}
+        given |= {"timeout_s": timeout_s, "pause_mode": pause_mode}
+        command = [f"{PACKAGE}.conformance.pusher", json.dumps(given)]
+        if route == "update":  # the command itself, which leaves a rescue behind
+            command = [f"{PACKAGE}.update", "--checkpoint-path", str(directory), "--endpoint", url]
+            command += ["--weight-version", str(version), "--pause-mode", pause_mode, "--timeout-s", str(timeout_s)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.pid = self._process.pid
+        if most_file_nbytes is not None:
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (most_file_nbytes, most_file_nbytes))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """Idempotent."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    def result(self, timeout_s: float) -> Ended | None:
+        """None if it has not ended in time."""
+        try:
+            printed, errors = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        code = self._process.returncode
+        if code == -signal.SIGKILL:
+            return Ended(how="killed")
+        if code == 0:
+            return Ended(how="succeeded")
+        said = [line for line in (printed + errors).splitlines() if line.startswith("error: ")]
+        return Ended(how="failed", error=said[-1].removeprefix("error: ") if said else errors[-500:])
+
+    def close(self) -> None:
+        """Kill it if it runs."""
+        self.kill()
+        self._process.communicate()
+
+    def files(self) -> list[Path]:
+        """The memory that it shares under no name with the engine."""
+        found = []
+        for one in Path(f"/proc/{self.pid}/fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(one).startswith("/memfd:"):
+                    found.append(one)
+        return found
+
+
+def main(arguments: list[str]) -> int:
+    """Push, and print `error: ...` if it fails. Exit code 0 or 1."""
+    given = json.loads(arguments[0])
+    try:
+        route = route_of(given["route"], given["url"], timeout_s=given["timeout_s"], pause_mode=given["pause_mode"])
+        try:
+            route.push(Path(given["directory"]), given["version"])
+        finally:
+            route.close()
+    except (CheckpointEngineError, OSError) as exc:
+        sys.stdout.write(f"error: {' '.join(str(exc).split())}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ import torch
 from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
 from verl.checkpoint_engine import ConfigError, SyncAborted, WeightPublisher
+from verl.checkpoint_engine.conformance.relay import Exchange, Relay
 from verl.checkpoint_engine.errors import ActivationError
 from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
 from verl.checkpoint_engine.parameter_server.writers import LEASE_S, Ledger, Order, Writer, order
@@ -206,6 +207,21 @@ def test_one_of_two_servers_that_refuses_a_request_serves_what_its_workers_hold(
         publisher.push(3)
         for one in (vllm, other):
             assert_serves(one, 3, 3)
+
+
+@pytest.mark.parametrize("moment", ["sent", "answered"])
+def test_a_server_whose_answer_to_a_load_is_lost_has_the_label_of_what_it_serves(
+    moment: Literal["sent", "answered"], served: Served, shm: Path
+):
+    def cut(exchange: Exchange) -> None:
+        exchange.is_cut = True
+
+    vllm, url = served
+    with Relay(url, timeout_s=60) as relay, WeightPublisher(tensors(1), [relay.url]) as publisher:
+        relay.trap("load", moment, cut)
+        with pytest.raises(SyncAborted):  # the first push: there is no version to go back to
+            publisher.push(2)
+        assert_serves(vllm, 2, 1)
 
 
 def test_a_server_that_is_started_anew_after_it_has_loaded_is_not_said_to_serve_the_version(served: Served, shm: Path):

@@ -178,7 +178,9 @@ class Endpoint(HttpServer):
             require_loaded(self._ask("look"), load, update_info.get("version"), self.url)
         except (ActivationError, ConfigError, TransportError):
             with suppress(CheckpointEngineError):  # of its workers, one has raised; the others wait for this
-                self._end(self._ask("look"))
+                answers = self._ask("look")
+                has_loaded = all(answer.load == load and not answer.torn for answer in answers)
+                self._end(answers, version if has_loaded else None)  # loaded: only the answer was lost
             raise
         self.call("POST", "/finish_weight_update", {"weight_version": version})
         answers = self._ask("look")
@@ -215,11 +217,12 @@ class Endpoint(HttpServer):
         self._end(answers)  # whoever began it was killed in the middle
         self.call("POST", "/start_weight_update", {})
 
-    def _end(self, answers: Sequence[Answer]) -> None:
-        """An update that is active. Of several workers one may have given up; the others wait for this."""
+    def _end(self, answers: Sequence[Answer], version: str | None = None) -> None:
+        """End an update that is active, whose weights are `version`, or unknown. Of several workers one may have given
+        up; the others wait for this."""
         if any(answer.active for answer in answers):
             with suppress(*([] if all(answer.active for answer in answers) else [Refused])):
-                self.call("POST", "/finish_weight_update")
+                self.call("POST", "/finish_weight_update", {"weight_version": version} if version else None)
 
     def version(self) -> str:
         """The version that the engine reports; `default` for the weights that it started with."""

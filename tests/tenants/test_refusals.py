@@ -280,6 +280,78 @@ async def test_adapters_beyond_the_limit_are_refused_until_a_place_is_free(model
         assert len(server.base.model.peft_config) == 1
 
 
+ODD = [None, True, -1, 2**70, 0.5, "", [[]], {}, {"chunks": 1}]
+ODD_OF = {
+    "prompt": [{"chunks": [{"tokens": tokens}]} for tokens in (None, 1, "ab", [None], ["a"], [2**70], [True], [0.5])],
+    "sampling_params": [
+        {"max_tokens": 1, name: value} for name in ("stop", "seed", "top_k") for value in (-2, 2**70, [{}], [None], "")
+    ],
+}
+
+
+@pytest.mark.job
+async def test_no_odd_value_of_any_field_is_an_error_of_the_server(model, tmp_path):
+    """Each field of each call, one after the other; what is taken gets an answer that is none either."""
+    async with Server(model, tmp_path) as server:
+        client = await server.client()
+        tenant = await client.tenant()
+        sampler, path = await tenant.sampler(), await tenant.save("state")
+        right = {
+            "create_model": create(session_id=client.session, user_metadata={}, optimizer_config={"type": "adamw"}),
+            "optim_step": {"model_id": tenant.model_id, "seq_id": 1, "adam_params": ADAM},
+            "save_weights": save(model_id=tenant.model_id, overwrite=True),
+            "save_weights_for_sampler": save(model_id=tenant.model_id, kind="snapshot"),
+            "load_weights": {"model_id": tenant.model_id, "seq_id": 1, "path": path, "optimizer": True},
+            "create_sampling_session": {
+                "session_id": client.session,
+                "sampling_session_seq_id": 7,
+                "base_model": NAME,
+                "model_path": path,
+            },
+            "asample": sample() | {"sampling_session_id": sampler, "num_samples": 1, "prompt_logprobs": True},
+            "retrieve_future": {"request_id": "x"},
+            "get_info": {"model_id": tenant.model_id},
+            "weights_info": {"tinker_path": path},
+            "session_heartbeat": {"session_id": client.session},
+        }
+        numbers = iter(range(100, 10**6))
+        for name, fields in right.items():
+            for field in fields:
+                for odd in ODD + ODD_OF.get(field, []):
+                    asked = fields | ({"seq_id": next(numbers)} if "seq_id" in fields else {}) | {field: odd}
+                    if name == "create_model":
+                        asked = {"model_seq_id": 0} | asked
+                    try:
+                        promise = await client.call(name, **asked)
+                        if "request_id" in promise:
+                            await client.result(promise)
+                    except Refusal as refused:
+                        assert refused.status < 500, (name, field, odd, str(refused))
+                        assert "Error: " not in str(refused), (name, field, odd, str(refused))
+        for body in (b"", b"{", b"[]", b"3", b"null", b"\xff"):
+            for content in ({"json": None, "data": body}, {"data": body}):
+                for name in ("create_model", "forward_backward"):
+                    with pytest.raises(Refusal) as refused:
+                        await client.post(name, **{key: each for key, each in content.items() if each is not None})
+                    assert 400 <= refused.value.status < 500
+
+
+async def test_the_last_adapter_may_end_and_the_base_model_goes_on(model, tmp_path):
+    async with Server(model, tmp_path) as server:
+        found = []
+        for _ in range(2):
+            client = await server.client()
+            tenant = await client.tenant()
+            await tenant.train([(TOKENS, INPUTS)], **ADAM)
+            await client.call(f"sessions/{client.session}/finish")
+            client = await server.client()
+            asked = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": NAME}
+            base = (await client.call("create_sampling_session", **asked))["sampling_session_id"]
+            found.append(samples(await client.sample(base, 0, PROMPT, max_tokens=3, seed=1, stop=[])))
+        assert found[0][0][0] == found[1][0][0]
+        assert not getattr(server.base.model, "peft_config", {})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

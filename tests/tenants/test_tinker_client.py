@@ -20,7 +20,8 @@ from verl.utils.builtin import make_tiny_model
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".venv/tinker"
 pytestmark = pytest.mark.skipif(not (PACKAGES / "tinker").is_dir(), reason="make tinker")
-PROGRAM, EXAMPLE = Path(__file__).parent / "tinker_program.py", ROOT / "examples/adapters.py"
+HERE = Path(__file__).parent
+PROGRAM, COOKBOOK, EXAMPLE = HERE / "tinker_program.py", HERE / "cookbook_program.py", ROOT / "examples/adapters.py"
 DEADLINE_S = 300.0
 
 
@@ -56,8 +57,13 @@ async def test_a_program_of_tinkers_client_gets_the_numbers_of_a_plain_loop(mode
     (tmp_path / "steps.json").write_text(json.dumps(written))
     async with Server(model, tmp_path) as server:
         url = str(server.http.make_url(""))
-        told = json.loads((await said(PROGRAM, url, NAME, tmp_path / "steps.json")).splitlines()[-1])
+        *example, told = (await said(PROGRAM, url, NAME, tmp_path / "steps.json", EXAMPLE)).splitlines()
         tokens = server.base.tokenizer.encode("12+7")
+    told = json.loads(told)
+    learned = [float(line.rpartition(" ")[2]) for line in example if line.startswith("step ")]
+    assert learned == sorted(learned, reverse=True)
+    assert learned[-1] < 0.9 * learned[0]
+    assert (example[-2][:6], example[-1][-14:]) == ("12+12=", "/weights/state")
     plain, losses, logprobs = plain_loop(model, "cross_entropy", steps, seed=11)
     assert (told["capabilities"], told["rank"], told["tokens"]) == (NAME, 4, tokens)
     np.testing.assert_allclose(told["losses"], losses, rtol=1e-5)
@@ -90,11 +96,20 @@ async def test_a_program_of_tinkers_client_gets_the_numbers_of_a_plain_loop(mode
         assert re.search(message, found), found
 
 
-async def test_the_example_learns(model, tmp_path):
-    async with Server(model, tmp_path) as server:
-        told = (await said(EXAMPLE, server.http.make_url(""), NAME)).splitlines()
-    losses = [float(line.rpartition(" ")[2]) for line in told if line.startswith("step ")]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.9 * losses[0]
-    assert told[-2].startswith("12+12=")
-    assert told[-1].endswith("/weights/state")
+@pytest.mark.cells(7)
+async def test_the_loops_of_the_cookbook_run_as_they_are(model, tmp_path):
+    async with Server(model, tmp_path / "adapters", names=[str(model)]) as server:
+        await said(COOKBOOK, server.http.make_url(""), model, tmp_path)
+    steps, rollouts = (
+        [json.loads(line) for line in (tmp_path / loop / "metrics.jsonl").read_text().splitlines()]
+        for loop in ("supervised", "rl")
+    )
+    assert [step["step"] for step in steps] == list(range(8))
+    assert steps[-1]["train_mean_nll"] < steps[0]["train_mean_nll"]
+    assert steps[-2]["test/nll"] < steps[0]["test/nll"]
+    for step in rollouts[:2]:  # what the loop itself finds between sampled log-probs and those of training
+        assert abs(step["optim/kl_sample_train_v1"]) < 1e-5
+        assert 6 <= step["tokens/sampled"] <= 24  # a token may be the end
+    saved = [json.loads(line) for line in (tmp_path / "supervised" / "checkpoints.jsonl").read_text().splitlines()]
+    assert saved[-1]["name"] == "final"
+    assert adapter_of(tmp_path / "adapters", saved[-1]["sampler_path"]).is_dir()

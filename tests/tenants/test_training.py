@@ -51,9 +51,9 @@ def batches(loss, steps=3, seed=0):
     return made
 
 
-def plain_loop(directory, loss, steps, *, seed=0, layers=LAYERS):
+def plain_loop(directory, loss, steps, *, seed=0, layers=LAYERS, dtype=torch.float32):
     """The adapted model, the losses and the log-probs of a loop that knows nothing of tenants."""
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     torch.manual_seed(seed)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=32, target_modules=layers, task_type="CAUSAL_LM"))
     model.train(False)
@@ -64,7 +64,7 @@ def plain_loop(directory, loss, steps, *, seed=0, layers=LAYERS):
         losses.append(0.0)
         for tokens, inputs in data:
             given = {key: torch.from_numpy(values) for key, values in inputs.items()}
-            logits = model(input_ids=torch.from_numpy(tokens)[None]).logits[0]
+            logits = model(input_ids=torch.from_numpy(tokens)[None]).logits[0].float()
             logp = -torch.nn.functional.cross_entropy(logits, given["target_tokens"], reduction="none")
             if loss == "cross_entropy":
                 value = -(given["weights"] * logp).sum()
@@ -83,20 +83,25 @@ def plain_loop(directory, loss, steps, *, seed=0, layers=LAYERS):
     return model, losses, logprobs
 
 
-def adapter_of(output, path):
+def adapter_of(output, path, owner="anybody"):
     run, kind, name = path.removeprefix("tinker://").split("/")
-    return output / "anybody" / run.replace(":", "_") / kind / name
+    return output / owner / run.replace(":", "_") / kind / name
 
 
 @pytest.mark.parametrize(
-    ("loss", "model"),
-    [("cross_entropy", "qwen2"), ("importance_sampling", "qwen3, tied"), ("ppo", "qwen2")],
+    ("loss", "model", "dtype"),
+    [
+        ("cross_entropy", "qwen2", torch.float32),
+        ("cross_entropy", "qwen3, tied", torch.bfloat16),
+        ("importance_sampling", "qwen3, tied", torch.float32),
+        ("ppo", "qwen2", torch.float32),
+    ],
     indirect=["model"],
 )
-async def test_a_tenant_trains_as_a_plain_loop_with_peft_does(model, tmp_path, loss):
+async def test_a_tenant_trains_as_a_plain_loop_with_peft_does(model, tmp_path, loss, dtype):
     steps = batches(loss)
     options = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1} if loss == "ppo" else {}
-    async with Server(model, tmp_path) as server:
+    async with Server(model, tmp_path, dtype=dtype) as server:
         tenant = await (await server.client()).tenant(seed=11)
         losses, logprobs = [], []
         for data in steps:
@@ -105,7 +110,7 @@ async def test_a_tenant_trains_as_a_plain_loop_with_peft_does(model, tmp_path, l
             logprobs += found
             await tenant.step(**ADAM)
         path = await tenant.save("final")
-    wanted, wanted_losses, wanted_logprobs = plain_loop(model, loss, steps, seed=11)
+    wanted, wanted_losses, wanted_logprobs = plain_loop(model, loss, steps, seed=11, dtype=dtype)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     for found, each in zip(logprobs, wanted_logprobs, strict=True):
         np.testing.assert_allclose(found, each, atol=1e-5)

@@ -1,6 +1,7 @@
 """What somebody writes with the client of PyPI: trains, saves, samples, goes on, and is refused. Prints JSON."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-url, name, steps_file = sys.argv[1:]
+url, name, steps_file, example = sys.argv[1:]
 steps = json.loads(Path(steps_file).read_text())
 prompt = types.ModelInput.from_ints([5, 17, 3, 40])
 
@@ -29,6 +30,7 @@ def refused(call):
     raise AssertionError("it was not refused")
 
 
+runpy.run_path(example)["main"](url, name)
 service = tinker.ServiceClient(base_url=url, api_key="tml-any")
 adam = types.AdamParams(learning_rate=5e-3, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
 client = service.create_lora_training_client(base_model=name, rank=4, seed=11).result()

@@ -6,6 +6,7 @@ The client of PyPI is in `test_tinker_client.py`: it takes seconds to import.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from aiohttp.test_utils import TestClient, TestServer
 
 from verl.tenants.base import Base
@@ -27,8 +28,8 @@ class Refusal(Exception):
 class Server:
     """The service over HTTP, with a base model of its own."""
 
-    def __init__(self, model, output, *, keys=None, **options):
-        self.base = Base(model)
+    def __init__(self, model, output, *, keys=None, dtype=torch.float32, **options):
+        self.base = Base(model, dtype)
         settings = {"names": [NAME], "max_tenants": 8, "max_rank": 64, "alpha": 32} | options
         self.service = Service(self.base, InProcessSampler(self.base), Checkpoints(output, NAME), **settings)
         self.http = TestClient(TestServer(application(self.service, keys)))

@@ -113,6 +113,8 @@ class Base:
             torch.manual_seed(seed)
             self.model.add_adapter(config, adapter_name=name)
         self._adapters.add(name)
+        for parameter in self.parameters(name).values():
+            parameter.data = parameter.data.float()  # as peft has it: steps of Adam are lost in a bfloat16
         return name
 
     def remove(self, name: str) -> None:

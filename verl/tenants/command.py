@@ -104,7 +104,7 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
     service = Service(
         base,
         InProcessSampler(base),
-        Checkpoints(options.output, names[0]),
+        Checkpoints(options.output, options.name or str(options.model.resolve())),
         names=names,
         max_tenants=options.max_tenants,
         max_rank=options.max_rank,

@@ -48,6 +48,13 @@ class Fields:
             raise Refused(f"{self._where}.{name}={value} is not from {low} to {high}")
         return value
 
+    def seed(self) -> int | None:
+        """A seed that torch takes."""
+        value = self.maybe("seed", int)
+        if value is not None and not 0 <= value < 2**63:
+            raise Refused(f"{self._where}.seed={value} is not from 0 to 2**63 - 1")
+        return value
+
     def anything(self, name: str) -> Any:
         return self._given.pop(name, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ def _check(datum: Datum, names: tuple[str, ...], where: str, vocabulary: int, co
     check_tokens(datum.inputs[TARGETS], vocabulary, f"{where}.{TARGETS}")
 
 
-def check_tokens(tokens: np.ndarray, vocabulary: int, where: str) -> None:
+def check_tokens(tokens: Iterable[int], vocabulary: int, where: str) -> None:
     """Raises Refused for an id that the model does not have."""
     if wrong := [int(token) for token in tokens if not 0 <= token < vocabulary]:
         raise Refused(f"{where} has the id {wrong[0]}; the model has 0 to {vocabulary - 1}")

@@ -13,9 +13,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from verl.tenants.base import Base
+from verl.tenants.base import Base, Shape
 from verl.tenants.checkpoints import Version
 from verl.tenants.wire import Likeliest, Sampled, written_samples
 
@@ -58,7 +64,7 @@ class InProcessSampler:
 
     def __init__(self, base: Base) -> None:
         self._base = base
-        self._loaded: OrderedDict[str, str] = OrderedDict()
+        self._loaded: OrderedDict[str, tuple[str, Shape]] = OrderedDict()
 
     def sample(self, version: Version | None, asked: Asked) -> bytes:
         name = None if version is None else self._adapter(version)
@@ -70,15 +76,20 @@ class InProcessSampler:
         return written_samples(samples, prompt if asked.prompt_logprobs else None, likeliest)
 
     def _adapter(self, version: Version) -> str:
+        """The model's adapter with this version: of those that are kept, or in the place of the longest unused one."""
         if version.digest in self._loaded:
             self._loaded.move_to_end(version.digest)
-            return self._loaded[version.digest]
+            return self._loaded[version.digest][0]
         tensors = version.tensors()
-        name = self._base.add(version.shape, seed=0)
+        name = None
+        if len(self._loaded) == LOADED:
+            name, shape = self._loaded.popitem(last=False)[1]
+            if shape != version.shape:
+                self._base.remove(name)
+                name = None
+        name = name or self._base.add(version.shape, seed=0)
         self._base.fill(name, tensors)
-        self._loaded[version.digest] = name
-        if len(self._loaded) > LOADED:
-            self._base.remove(self._loaded.popitem(last=False)[1])
+        self._loaded[version.digest] = name, version.shape
         return name
 
     def _score(self, model: Any, asked: Asked) -> tuple[np.ndarray, Likeliest | None]:
@@ -98,7 +109,8 @@ class InProcessSampler:
         return found, Likeliest(tokens=tokens, logprobs=logprobs)
 
     def _generate(self, model: Any, asked: Asked) -> list[Sampled]:
-        ends = _Ends(self._base.tokenizer, asked)
+        scores = _Scores()
+        rows = _Rows(self._base.tokenizer, asked, scores)
         sampling: dict[str, Any] = {"do_sample": False}
         if asked.temperature > 0:
             sampling = {
@@ -109,60 +121,72 @@ class InProcessSampler:
                 "num_return_sequences": asked.number,
             }
         kind: Any = GenerationConfig
-        config = kind(
-            max_new_tokens=asked.max_tokens,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **sampling,
-        )
+        config = kind(max_new_tokens=asked.max_tokens, pad_token_id=0, **sampling)
         prompt = torch.from_numpy(asked.prompt)[None]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(secrets.randbits(63) if asked.seed is None else asked.seed)
-            generated = model.generate(
+            model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 generation_config=config,
-                stopping_criteria=StoppingCriteriaList([ends]),
+                logits_processor=LogitsProcessorList([scores]),
+                stopping_criteria=StoppingCriteriaList([rows]),
             )
-        rows = generated.sequences[:, len(asked.prompt) :]
-        scores = torch.stack(generated.logits, 1).float().log_softmax(-1)
-        samples = []
-        for row in range(len(rows)):
-            length = ends.after.get(row, rows.shape[1])
-            tokens, score = rows[row, :length], scores[row, :length]
-            samples.append(
-                Sampled(
-                    tokens=tokens.numpy().astype(np.int32),
-                    logprobs=score.gather(1, tokens[:, None])[:, 0].numpy(),
-                    stopped=row in ends.after,
-                    likeliest=_likeliest(score, asked.likeliest_of_samples) if asked.likeliest_of_samples else None,
-                )
-            )
+        samples = rows.samples()
         return samples if asked.temperature > 0 else samples * asked.number
 
 
-class _Ends(StoppingCriteria):
-    """Ends a row with the token that is a stop token, or completes a stop string in what was generated."""
+class _Scores(LogitsProcessor):
+    """The log-probs of the next token [rows, vocabulary], before temperature, top-k and top-p."""
 
-    def __init__(self, tokenizer: Any, asked: Asked) -> None:
-        self._tokenizer = tokenizer
-        self._asked = asked
-        self.after: dict[int, int] = {}
-        """The length of each row that has ended."""
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        self.now = scores.float().log_softmax(-1)
+        return scores
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        generated = input_ids[:, len(self._asked.prompt) :]
-        for row, tokens in enumerate(generated.tolist()):
-            if row not in self.after and self._ends(tokens):
-                self.after[row] = len(tokens)
-        return torch.tensor([row in self.after for row in range(len(generated))])
+
+class _Rows(StoppingCriteria):
+    """Notes each row's tokens and log-probs. A row ends with a stop token, or the one that completes a string."""
+
+    def __init__(self, tokenizer: Any, asked: Asked, scores: _Scores) -> None:
+        self._tokenizer, self._asked, self._scores = tokenizer, asked, scores
+        number = asked.number if asked.temperature > 0 else 1
+        self._tokens: list[list[int]] = [[] for _ in range(number)]
+        self._logprobs: list[list[float]] = [[] for _ in range(number)]
+        self._likeliest: list[list[Likeliest]] = [[] for _ in range(number)]
+        self._ended: set[int] = set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
+        for row, (token, logprobs) in enumerate(zip(input_ids[:, -1].tolist(), self._scores.now, strict=True)):
+            if row not in self._ended:
+                self._tokens[row].append(token)
+                self._logprobs[row].append(logprobs[token].item())
+                if self._asked.likeliest_of_samples:
+                    self._likeliest[row].append(_likeliest(logprobs[None], self._asked.likeliest_of_samples))
+                if self._ends(self._tokens[row]):
+                    self._ended.add(row)
+        return torch.tensor([row in self._ended for row in range(len(input_ids))])
 
     def _ends(self, tokens: list[int]) -> bool:
         if tokens[-1] in self._asked.stop_tokens:
             return True
         text = self._tokenizer.decode(tokens) if self._asked.stop_strings else ""
         return any(string in text for string in self._asked.stop_strings)
+
+    def samples(self) -> list[Sampled]:
+        return [
+            Sampled(
+                tokens=np.array(tokens, dtype=np.int32),
+                logprobs=np.array(self._logprobs[row], dtype=np.float32),
+                stopped=row in self._ended,
+                likeliest=_joined(self._likeliest[row]) if self._asked.likeliest_of_samples else None,
+            )
+            for row, tokens in enumerate(self._tokens)
+        ]
+
+
+def _joined(parts: Sequence[Likeliest]) -> Likeliest:
+    tokens, logprobs = [each.tokens for each in parts], [each.logprobs for each in parts]
+    return Likeliest(tokens=np.concatenate(tokens), logprobs=np.concatenate(logprobs))
 
 
 def _likeliest(scores: torch.Tensor, k: int) -> Likeliest:

@@ -146,7 +146,7 @@ class Service:
         )
         if not (shape.attention or shape.mlp or shape.unembedding):
             raise Refused("lora_config trains nothing: one of train_attn, train_mlp, train_unembed is to be true")
-        given = lora.maybe("seed", int)
+        given = lora.seed()
         lora.end()
         seed = secrets.randbits(63) if given is None else given
         model = self._new_model(owner, session_id, number)
@@ -386,7 +386,7 @@ class Service:
             temperature=params.number("temperature", float, 1.0, 0.0),
             top_k=params.number("top_k", int, -1, -1),
             top_p=params.number("top_p", float, 1.0, 1e-9, 1.0),
-            seed=params.maybe("seed", int),
+            seed=params.seed(),
             stop_tokens=tokens,
             stop_strings=strings,
             prompt_logprobs=fields.take("prompt_logprobs", bool, False),
@@ -445,12 +445,12 @@ def _prompt(given: dict[str, Any], vocabulary: int) -> np.ndarray:
         raise Refused("prompt.chunks is a list of objects")
     if other := [each.get("type") for each in chunks if each.get("type", "encoded_text") != "encoded_text"]:
         raise Refused(f"prompt has a chunk of type {other[0]!r}; text alone is served")
-    tokens = [token for each in chunks for token in each.get("tokens", ())]
-    if not all(type(token) is int for token in tokens):
-        raise Refused("prompt has a token that is no integer")
-    found = np.array(tokens, dtype=np.int64)
-    losses.check_tokens(found, vocabulary, "prompt")
-    return found
+    lists = [each.get("tokens") for each in chunks]
+    if not all(isinstance(each, list) and all(type(token) is int for token in each) for each in lists):
+        raise Refused("prompt has a chunk whose tokens are no list of integers")
+    tokens = [token for each in lists for token in each]
+    losses.check_tokens(tokens, vocabulary, "prompt")
+    return np.array(tokens, dtype=np.int64)
 
 
 def _print(*content: Any) -> str:

@@ -13,6 +13,9 @@ The second form certifies a running server that serves the model, by log-probs a
 versions. The server gets a changed version, the model, and both again, with requests in flight. On its host it must be
 able to read the temporary directory.
 
+The third form has updates fail, one fault after another, and reports in which state each leaves the server, and which
+promises of the recovery contract (docs/conformance.md) that breaks.
+
 Exit code 0: all is equal; 1: something differs; 2: it could not be tried; 3: skipped, the route needs a device; 130:
 ended by Ctrl-C or SIGTERM.
 """

@@ -23,6 +23,7 @@ from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.killed_publisher import weights_of
 from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
 from verl.checkpoint_engine import ActivationError, SyncAborted, WeightPublisher, update
+from verl.checkpoint_engine.conformance.relay import Relay
 from verl.checkpoint_engine.parameter_server.endpoints import ANSWERS, Endpoint
 from verl.checkpoint_engine.parameter_server.rescue import Rescue
 from verl.checkpoint_engine.parameter_server.update_options import parse
@@ -306,6 +307,19 @@ def test_a_rescue_that_was_killed_is_started_again(shm: Path):
         rescue.pausing("http://127.0.0.1:1", "vLLM")
         vllm.paused = True
         rescue.close()
+        assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [])
+
+
+def test_a_rescue_waits_for_the_network_that_was_down_for_its_publisher_too(shm: Path):
+    with stand_in(2) as (vllm, url), Relay(url, timeout_s=60) as relay:
+        rescue = Rescue(shm, ANSWERS, Writer.here("publisher"))
+        rescue.pausing(relay.url, "vLLM")
+        vllm.paused, relay.is_down = True, True
+        before = relay.num_reset
+        rescue.close()
+        assert soon(lambda: relay.num_reset > before)
+        assert vllm.paused
+        relay.is_down = False
         assert soon(lambda: not vllm.paused and list(shm.glob("verl-*")) == [])
 
 

@@ -60,6 +60,8 @@ class Relay:
         self._lock, self._trap = threading.Lock(), _Trap("", "arrived", lambda _: None)
         self.is_down = False
         """While it is set, connections are reset, and those that are open, too."""
+        self.num_reset = 0
+        """Connections that were reset."""
         self.num_open = 0
         """Requests on their way."""
         self.gate = threading.Event()
@@ -138,6 +140,7 @@ def _handler(relay: Relay) -> type[BaseHTTPRequestHandler]:
                 with suppress(OSError, http.client.HTTPException):
                     found = relay.ask(self.command, Exchange(self.path, body), data)
             if found is None:
+                relay.num_reset += 1
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                 self.close_connection = True
                 return

@@ -21,6 +21,7 @@ RESUMES = 10
 """Resumes per server: a pause of the dead writer may still be under way."""
 BETWEEN_RESUMES_S = 0.5
 FLUSHES = 20
+BETWEEN_CONNECTIONS_S = 1.0
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """Prefixes of the variables that torchrun sets for ranks."""
 
@@ -73,7 +74,7 @@ def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any],
         if what["state"] == "paused":
             with suppress(OSError):  # it was asked how weights would fit
                 call("/end_weight_update", {})
-            call("/continue_generation", {})
+            once_reached(lambda: call("/continue_generation", {}))
         elif "claim" in what:
             rescue_sglang(what, writer["who"], call)
         return
@@ -87,7 +88,7 @@ def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any],
     def is_claimed() -> bool:
         return all(one["claimed_by"] and one["claimed_by"]["id"] == writer["id"] for one in ask("claim"))
 
-    if not is_claimed():
+    if not once_reached(is_claimed):
         return
     command = what.get("command")
     try:
@@ -103,6 +104,20 @@ def rescue(what: dict[str, Any], root: str, method: str, writer: dict[str, Any],
         ask("release")
     if command:
         run(command)
+
+
+def once_reached(ask: Callable[[], Any]) -> Any:
+    """The answer to the first request. If the network is down, as it was for the writer, wait for it, at most
+    `TIMEOUT_S`. A server that answers with an error, or is gone from its host, is reached. Raises OSError."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            return ask()
+        except OSError as exc:
+            is_gone = isinstance(getattr(exc, "reason", exc), ConnectionRefusedError)
+            if is_gone or hasattr(exc, "code") or time.monotonic() > deadline:
+                raise
+        time.sleep(BETWEEN_CONNECTIONS_S)
 
 
 def run(command: list[str]) -> None:

@@ -161,6 +161,24 @@ class Faulty(Probe):
 
         self._after(self._layers[0].self_attn.qkv_proj, change)
 
+    def _query_of_a_key(self):
+        """As where a converter exchanges both: the first head, before its norm if it has one."""
+        attention = self._layers[0].self_attn
+        size, width = attention.head_dim, attention.q_size
+
+        def change(states):
+            states = states.clone()
+            query, key = states[..., :size].clone(), states[..., width : width + size].clone()
+            states[..., :size], states[..., width : width + size] = key, query
+            return states
+
+        attention.q_norm  # noqa: B018 - without a norm these are queries that are turned otherwise
+        self._after(attention.qkv_proj, change)
+
+    def _window(self):
+        implementation = self._layers[0].self_attn.attn.impl
+        self._set(implementation, "sliding_window", 3)
+
     def _output_projection(self):
         self._after(self._layers[1].self_attn.o_proj, lambda states: states * 1.1)
 
@@ -194,6 +212,17 @@ class Faulty(Probe):
         sampler.apply_temperature = lambda logits, temp, all_random: original(
             original(logits, temp, all_random), temp, all_random
         )
+        self._undone.append(lambda: delattr(sampler, "apply_temperature"))
+
+    def _logit_bias(self):
+        sampler = self.model_runner.sampler
+        original = sampler.apply_temperature
+
+        def biased(logits, *arguments):
+            logits[:, 7] += 2.0
+            return original(logits, *arguments)
+
+        sampler.apply_temperature = biased
         self._undone.append(lambda: delattr(sampler, "apply_temperature"))
 
     def _swapped_experts(self):

@@ -29,19 +29,20 @@ def recording(engine: TrainersModel) -> Recording:
 
 
 class Sides:
-    def __init__(self, model):
-        self.engine, self.model, self.wide = (TrainersModel(model, "bfloat16") for _ in range(3))
+    def __init__(self, model, dtype="bfloat16"):
+        self.engine, self.model, self.wide = (TrainersModel(model, dtype) for _ in range(3))
         self.wide.widen()
 
-    def found(self):
+    def found(self, change=lambda recorded: None):
         engine = recording(self.engine)
+        change(engine)
         both = phases({"decode": engine, "prefill": engine}, self.model, self.wide)
         places = compared(both)
         named = causes(both, places, {}, engine, Sampling(), self.model, self.wide)
         return named, places, differing(both, engine, Sampling(), bool(named))
 
-    def first(self):
-        return [(cause.name, cause.place, cause.text) for cause in self.found()[0]][0]
+    def first(self, change=lambda recorded: None):
+        return [(cause.name, cause.place, cause.text) for cause in self.found(change)[0]][0]
 
     def after(self, place, change):
         self.engine.module(place).register_forward_hook(lambda module, given, states: change(states), prepend=True)
@@ -104,6 +105,39 @@ def test_a_router_with_a_narrow_weight_is_named_with_the_format(directories):
         "layers.0.mlp.gate",
         "the weight is computed with in float8 without a scale",
     )
+
+
+def test_a_router_whose_scores_are_rounded_is_named_in_float32_too(directories):
+    sides = Sides(directories["qwen3_moe"], "float32")
+    assert sides.found()[0] == []
+    sides.after("layers.0.mlp.gate", lambda scores: (scores[0].bfloat16().float(), *scores[1:]))
+    assert sides.first() == ("precision of the router", "layers.0.mlp.gate", "the values are bfloat16")
+
+
+def test_what_comes_before_a_norm_of_queries_is_compared_where_the_engine_fuses_it(directories):
+    sides = Sides(directories["qwen3_moe"])
+    sides.after("layers.0.self_attn.q_proj", lambda states: states.roll(1, -1))
+
+    def fused(recorded):
+        states = recorded.states[0]
+        recorded.states = [{name: rows for name, rows in states.items() if not name.endswith("_proj")}]
+
+    assert sides.first(fused) == (
+        "projection",
+        "layers.0.self_attn.q_norm.input",
+        "what q_norm gets is computed differently",
+    )
+
+
+def test_a_score_that_is_changed_before_sampling_is_not_taken_for_a_temperature(directories):
+    def biased(recorded):
+        for log_probs in recorded.scores[0][LOG_PROBS].values():
+            log_probs[50] += 2.0
+
+    named, _, _ = Sides(directories["qwen3_moe"]).found(biased)
+    assert [cause.text for cause in named] == [
+        "scores are changed behind the head, that of token 50 by 2 more than others"
+    ]
 
 
 def test_probabilities_that_an_engine_gave_before_tell_another_version(directories):

@@ -32,7 +32,9 @@ NAMED = {
     "decode_alone": "attention",
     "missing_last_softcap": "head",
     "head_scale": "head",
+    "window": "attention",
     "values": "projection",
+    "query_of_a_key": "projection",
     "output_projection": "projection",
     "activation": "activation",
     "multiplier": "projection",
@@ -42,12 +44,14 @@ NAMED = {
     "top_p": "top-p or top-k",
     "top_k": "top-p or top-k",
     "penalty": "penalties",
+    "logit_bias": "scores before sampling",
     "swapped_experts": "experts",
 }
 """The first cause that is named, by fault."""
 SOUND = "nothing"
 ONLY = {
     "query_norm": ("qwen3", "gemma3_text", "qwen3_moe"),
+    "query_of_a_key": ("qwen3", "gemma3_text", "qwen3_moe"),
     "missing_softcap": ("gemma2",),
     "missing_last_softcap": ("gemma2",),
     "swapped_experts": ("qwen3_moe",),

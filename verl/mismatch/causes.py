@@ -12,7 +12,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from verl.mismatch.compare import Phase, Place
-from verl.mismatch.places import ATTENTION, EMBEDDINGS, GATED, LOG_PROBS, LOGITS, NORM, is_block
+from verl.mismatch.places import ATTENTION, EMBEDDINGS, GATED, INPUT, LOG_PROBS, LOGITS, NORM, is_block
 from verl.mismatch.recording import Recording, Sampling
 from verl.mismatch.trainer import TrainersModel
 
@@ -21,6 +21,8 @@ VERSIONS_APART = 0.01
 """The same program with the same weights gives probabilities that are nearer than this in the mean, in bfloat16."""
 CLOSER = 4.0
 """An explanation is taken if it brings the trainer's values so many times closer to the engine's."""
+CHANGED = 1e-3
+"""Nats by which a score is another one; log-probs of float32 are off by a thousandth of it."""
 SHAPES = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu with tanh", "silu": "silu", "relu": "relu"}
 
 
@@ -62,8 +64,11 @@ def causes(
 
 
 def _follows(name: str, wrong: set[str]) -> bool:
-    """Whether another wrong place is what made this one wrong: nothing stands between a norm of queries and them."""
+    """Whether another wrong place is what made this one wrong: nothing stands between a norm of queries and them, and
+    only a gate between attention and what gets its outputs."""
     path, _, last = name.rpartition(".")
+    if last == INPUT:
+        return f"{path.rpartition('.')[0]}.{ATTENTION[3]}" in wrong
     return last in ATTENTION[:2] and bool(wrong & {f"{path}.{last[0]}_norm", f"{path}.{last}_norm"})
 
 
@@ -137,6 +142,8 @@ def _explained(place: Place, phase: Phase, places: Sequence[Place], model: Train
         return Cause(name="projection", place=name, text=_scaled(engine, expected) or "the projection differs")
     if last == ATTENTION[3]:
         return _attended(place, path, phase, model)
+    if last == INPUT:
+        return _entered(name, path.rpartition(".")[2], engine, expected)
     if name == NORM or "norm" in last:
         return Cause(name="norm", place=name, text=_normed(engine, expected))
     if is_block(name):
@@ -146,6 +153,13 @@ def _explained(place: Place, phase: Phase, places: Sequence[Place], model: Train
     if hasattr(wide.module(name), "experts"):
         return _mixed(name, engine, expected, phase, wide)
     return Cause(name="projection", place=name, text=_scaled(engine, expected) or "the linear layer differs")
+
+
+def _entered(name: str, module: str, engine: torch.Tensor, expected: torch.Tensor) -> Cause:
+    """What the module of this name, inside attention, gets."""
+    projected = "norm" in module and module[0] in "qk"  # a norm of queries, keys, or what both are made of
+    text = _scaled(engine, expected) or f"what {module} gets is computed differently"
+    return Cause(name="projection" if projected else "attention", place=name, text=text)
 
 
 def _closer(engine: torch.Tensor, expected: torch.Tensor, candidate: torch.Tensor) -> bool:
@@ -346,8 +360,8 @@ def _activated(
 
 
 def _sampled(recording: Recording, sampling: Sampling) -> Iterator[Cause]:
-    """What is between scores and log-probs: temperature, top-p, top-k, penalties."""
-    slopes, kept, seen_only, others = [], [], [], []
+    """What is between scores and log-probs: temperature, top-p, top-k, penalties, and whatever else changes scores."""
+    slopes, kept, seen_only, others = [], [], [], list[tuple[float, int]]()
     for tokens, scores in zip(recording.tokens, recording.scores, strict=True):
         for index, log_probs in scores.get(LOG_PROBS, {}).items():
             logits = scores[LOGITS][index][: len(log_probs)].double()
@@ -358,12 +372,13 @@ def _sampled(recording: Recording, sampling: Sampling) -> Iterator[Cause]:
             x, y = logits[there & ~seen], log_probs.double()[there & ~seen]
             if len(x) < 3 or float(x.std()) == 0:
                 continue
-            slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+            slope = _slope(x, y)
             slopes.append(slope)
-            off = y.mean() - slope * x.mean()
+            off = (y - slope * x).median()
             rest = (log_probs.double() - slope * logits - off).abs()
             seen_only.append(_largest(rest[there & seen]))
-            others.append(_largest(rest[there & ~seen]))
+            rest[~there | seen] = 0.0
+            others.append((float(rest.max()), int(rest.argmax())))
     if kept and min(kept) < max(
         len(each) for scores in recording.scores for each in scores.get(LOG_PROBS, {}).values()
     ):
@@ -371,13 +386,26 @@ def _sampled(recording: Recording, sampling: Sampling) -> Iterator[Cause]:
         yield Cause(name="top-p or top-k", place=LOG_PROBS, text=text)
     if not slopes or sampling.temperature == 0:  # nothing to fit, as where few tokens are kept
         return
-    temperature = 1 / sorted(slopes)[len(slopes) // 2]
-    if abs(temperature / sampling.temperature - 1) > 1e-3:
-        twice = abs(temperature / sampling.temperature**2 - 1) < 1e-3
-        text = f"the engine divides scores by {temperature:.4g}, the trainer by {sampling.temperature:.4g}"
-        yield Cause(name="temperature", place=LOG_PROBS, text=text + (": it is applied twice" if twice else ""))
-    if max(seen_only, default=0.0) > 1e-3 + 10 * max(others, default=0.0):
+    most, token = max(others)
+    if max(seen_only, default=0.0) > CHANGED + 10 * most:
         yield Cause(name="penalties", place=LOG_PROBS, text="scores of tokens that occurred before are changed")
+    elif most > CHANGED:
+        text = f"scores are changed behind the head, that of token {token} by {most:.2g} more than others"
+        yield Cause(name="scores before sampling", place=LOG_PROBS, text=text)
+    if (slope := sorted(slopes)[len(slopes) // 2]) > 0 and abs(1 / slope / sampling.temperature - 1) > 1e-3:
+        twice = abs(1 / slope / sampling.temperature**2 - 1) < 1e-3
+        text = f"the engine divides scores by {1 / slope:.4g}, the trainer by {sampling.temperature:.4g}"
+        yield Cause(name="temperature", place=LOG_PROBS, text=text + (": it is applied twice" if twice else ""))
+
+
+def _slope(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Of the line through most of the points: the median over pairs that are half of all points apart (Theil and Sen's
+    estimator, with as many pairs as points). Points off the line, a bias of some tokens, do not turn it."""
+    order = x.argsort()
+    x, y = x[order], y[order]
+    half = (len(x) + 1) // 2
+    runs, rises = x[half:] - x[:-half], y[half:] - y[:-half]
+    return float((rises / runs.clamp_min(1e-30))[runs > 0].median())
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verl.mismatch.places import EMBEDDINGS, IDS, LOGITS, POSITIONS, is_block
+from verl.mismatch.places import EMBEDDINGS, IDS, INPUT, LOGITS, POSITIONS, is_block
 from verl.mismatch.recording import Recording
 from verl.mismatch.trainer import TrainersModel, kind_of, picks
 
@@ -161,7 +161,7 @@ def not_compared(found: Mapping[str, Phase]) -> list[str]:
     if blocks_missing := [name for name in missing if is_block(name)]:
         raise LookupError(f"the engine's model has no {blocks_missing[0]} with the shape of the trainer's")
     kinds = dict.fromkeys(kind_of(name).removeprefix("layers.") for name in missing)
-    return [kind for kind in kinds if kind.rpartition(".")[2] not in FUSED]
+    return [kind for kind in kinds if kind.rpartition(".")[2] not in (*FUSED, INPUT)]
 
 
 def _routed_alike(name: str, values: Phase) -> torch.Tensor | None:

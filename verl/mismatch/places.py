@@ -20,6 +20,9 @@ ATTENTION = ("query", "key", "value", "attention")
 """Below the path of an attention module: what its kernel gets, after RoPE, and what it returns."""
 GATED = "gated"
 """Below the path of an MLP: the product of its gate, after the activation, and of what it gates."""
+INPUT = "input"
+"""Below the path of a module inside attention, or another mixer: what it gets. Nothing else shows what engines compute
+together before it: projections before a norm of queries, a gate of the outputs, a recurrence."""
 NOT_COMPARED = ("rotary_emb", "act_fn", "dropout", "experts", "attn", "paged")
 """Last parts of names of modules that return no hidden states, or are met by a place of their own."""
 
@@ -70,7 +73,9 @@ def entered(name: str) -> str | None:
     if name == "layers.0":
         return EMBEDDINGS
     path, _, last = name.rpartition(".")
-    return f"{path}.{GATED}" if last == "down_proj" else None
+    if last == "down_proj":
+        return f"{path}.{GATED}"
+    return f"{name}.{INPUT}" if name.count(".") > 2 else None
 
 
 def is_block(place: str) -> bool:

@@ -126,6 +126,8 @@ class TrainersModel:
     def widen(self) -> None:
         self._model.to(WIDER[self.dtype])
         self.dtype = WIDER[self.dtype]
+        if self.dtype == torch.float64 and hasattr(self._model, "set_experts_implementation"):
+            self._model.set_experts_implementation("eager")  # torch's grouped products take no float64
 
     @torch.no_grad()
     def run(self, tokens: list[int], given: Given | None = None) -> dict[str, torch.Tensor]:

@@ -30,6 +30,13 @@ def shows_tracebacks() -> bool:
     return os.environ.get("VERL_TRACEBACK", "") not in ("", "0")
 
 
+def supervised_since() -> float | None:
+    """`VERL_SUPERVISED_SINCE`, which `--supervised` sets for a driver that it starts again: when the command began, in
+    seconds since 1970. What the output directory got since then is this job's."""
+    since = os.environ.get("VERL_SUPERVISED_SINCE")
+    return float(since) if since else None
+
+
 def raylet_pid() -> int | None:
     """`RAY_RAYLET_PID`, which Ray sets in its workers: the process that manages Ray's workers on this machine."""
     pid = os.environ.get("RAY_RAYLET_PID")

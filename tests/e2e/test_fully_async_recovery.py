@@ -230,6 +230,8 @@ def test_without_memory_it_goes_back_and_repeats_the_steps_with_the_same_numbers
     ]
     require_same(died, undisturbed)
     assert_every_prompt_is_trained_once(died)
+    metrics = read_metrics(died.directory / "out/metrics.jsonl")
+    assert [one["step"] for one in metrics if one.get("rollout/kept_tokens")] == [1, 3], "both had been generated"
 
 
 @pytest.mark.parametrize("partial", [True, False], ids=["interrupting", "draining"])

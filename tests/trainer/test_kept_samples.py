@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import stat
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 from tests.full_disk import no_file_larger_than
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
-from verl.trainer.kept_samples import NAME, Amount, KeptSamples, amount_of
+from verl.trainer.kept_samples import NAME, Amount, KeptSamples, amount_of, discard
 from verl.trainer.run_identity import identity_of
 
 OURS = {"seed": "1", "model": "a"}
@@ -129,6 +130,15 @@ def test_the_next_samples_follow_the_last_file_that_is_taken(tmp_path):
     assert (last := samples.read(4).last) == 5
     samples.append(last, (3, batch(3)), batch(3))
     assert numbers(KeptSamples(tmp_path, OURS).read(4)) == [1, 2, 3]
+
+
+def test_what_another_command_left_is_discarded_and_what_this_one_wrote_stays(tmp_path):
+    kept(tmp_path, [1], [2])
+    os.utime(tmp_path / NAME / "00000004.samples", (1, 1))
+    discard(tmp_path, before_s=2.0)
+    assert numbers(KeptSamples(tmp_path, OURS).read(5)) == [2]
+    discard(tmp_path)
+    assert not (tmp_path / NAME).exists()
 
 
 def test_a_full_disk_ends_the_keeping_and_not_the_run(tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,6 +16,8 @@ from pathlib import Path
 root, script = Path(sys.argv[1]), sys.argv[2].split(",")
 with (root / "log").open("a") as log:
     log.write(" ".join(sys.argv[3:]) + "\\n")
+with (root / "since").open("a") as since:
+    since.write(os.environ.get("VERL_SUPERVISED_SINCE", "always") + "\\n")
 what, code = script[len((root / "log").read_text().splitlines()) - 1].split(":")
 if what == "saves":
     (root / "latest_checkpointed_iteration.txt").write_text(str(os.getpid()))
@@ -57,6 +60,15 @@ def supervisor(root, script, **config):
 def test_a_driver_that_dies_is_started_again_from_the_checkpoint_of_this_job(tmp_path, script, code, drivers):
     assert supervisor(tmp_path, script).run() == code
     assert (tmp_path / "log").read_text().splitlines() == drivers
+
+
+def test_drivers_that_are_started_again_know_since_when_their_output_directory_is_their_own(tmp_path):
+    before = time.time()
+    supervisor(tmp_path, "-:kill,saves:kill,-:0").run()
+    first, *others = (tmp_path / "since").read_text().splitlines()
+    assert first == "always"
+    assert len(set(others)) == 1
+    assert before <= float(others[0]) <= time.time()
 
 
 def test_a_checkpoint_of_an_earlier_job_is_not_resumed_from(tmp_path):

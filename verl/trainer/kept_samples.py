@@ -241,9 +241,13 @@ class KeptSamples:
         return self.directory / f"{number:08}.samples"
 
 
-def discard(output_dir: Path) -> None:
-    """Delete what a run left in its output directory."""
-    shutil.rmtree(output_dir / NAME, ignore_errors=True)
+def discard(output_dir: Path, *, before_s: float | None = None) -> None:
+    """Delete what a run left in its output directory; with `before_s`, seconds since 1970, what was written before."""
+    if before_s is None:
+        shutil.rmtree(output_dir / NAME, ignore_errors=True)
+    for path in (output_dir / NAME).glob("*.samples"):
+        if before_s is not None and path.stat().st_mtime < before_s:
+            path.unlink()
 
 
 def amount_of(generated: DataProto) -> Amount:

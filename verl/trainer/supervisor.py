@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl import envs
 from verl.trainer.checkpoints import LATEST
 from verl.workers.config.trainer import TrainerConfig
 
@@ -31,12 +32,13 @@ class Supervisor:
         self._config = config
         self._pointer = Path(config.output_dir) / LATEST
         self._at_start = self._checkpoint()
+        self._began_s = time.time()
+        self._deaths: list[float] = []
 
     def run(self) -> int:
         """Returns the exit code of the last driver. KeyboardInterrupt ends the driver, too."""
         if self._config.save_freq < 1:
             logger.warning("--supervised without trainer.save_freq: a driver that dies begins again at the first step")
-        deaths: list[float] = []
         was_stuck = False
         while True:
             before = self._checkpoint()
@@ -46,19 +48,20 @@ class Supervisor:
             now = self._checkpoint()
             stuck = code == FAILURE and now == before
             again, was_stuck = stuck and was_stuck, stuck
-            deaths = [death for death in deaths if time.monotonic() - death < self._config.restart_window_s]
+            recent = [death for death in self._deaths if time.monotonic() - death < self._config.restart_window_s]
             what = "failed" if code == FAILURE else f"was ended by {signal.Signals(-code).name}"
-            if again or len(deaths) >= self._config.max_restarts:
+            if again or len(recent) >= self._config.max_restarts:
                 why = "it failed twice without a new checkpoint" if again else self._limit()
                 logger.error("the driver %s; it is not started again: %s", what, why)
                 return FAILURE if code < 0 else code
-            deaths.append(time.monotonic())
+            self._deaths.append(time.monotonic())
             begins = "at the first step" if now == self._at_start else f"after step {self._pointer.read_text().strip()}"
             logger.warning("the driver %s; it is started again, %s", what, begins)
 
     def _driver(self) -> int:
         resumes = [] if self._checkpoint() == self._at_start else [RESUMES]
-        driver = subprocess.Popen([*self._command, *resumes])
+        since = {"VERL_SUPERVISED_SINCE": str(self._began_s)} if self._deaths else {}
+        driver = subprocess.Popen([*self._command, *resumes], env=envs.of_a_program(since))
         try:
             return driver.wait()
         except KeyboardInterrupt:

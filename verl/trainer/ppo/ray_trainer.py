@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from verl import envs
 from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.support.memory import in_words
@@ -164,7 +165,7 @@ class RayPPOTrainer:
         )
         keeps = self.GENERATES_AHEAD and config.actor_rollout_ref.rollout.keep_tokens == "auto"
         if not (continues and keeps):
-            discard(self.checkpoints.root)
+            discard(self.checkpoints.root, before_s=envs.supervised_since() if keeps else None)
         if not keeps:
             return None
         kept = KeptSamples(
@@ -428,8 +429,6 @@ class RayPPOTrainer:
         Returns the step of that state, and the checkpoint or None.
         """
         self._saves.end()
-        if self.kept is not None:
-            self.kept.forget_from(0)  # this run draws and generates again
         checkpoint = self.checkpoints.last or self._beginning.checkpoint
         if checkpoint is None:
             step = 0

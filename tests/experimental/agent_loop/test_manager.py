@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import uuid
+from pathlib import Path
 
 import pytest
 import ray
@@ -42,6 +44,23 @@ class PidLoop(ConstantLoop):
 class RaisingLoop(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
         raise KeyError("answer")
+
+
+class TellingLoop(ConstantLoop):
+    """`dies` ends its worker the first time, after `first` is finished; `last` waits for a file."""
+
+    async def run(self, sampling_params, **kwargs):
+        name, directory = kwargs["raw_prompt"][0]["content"], Path(kwargs["directory"])
+        goes_on = directory / "go on"
+        (directory / f"{name} {uuid.uuid4().hex} began").touch()
+        if name == "dies" and not goes_on.exists():
+            await asyncio.to_thread(soon, (directory / "first finished").exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "last":
+            await asyncio.to_thread(soon, goes_on.exists)
+        output = await super().run(sampling_params, **kwargs)
+        (directory / f"{name} finished").touch()
+        return output
 
 
 class SuicidalLoop(AgentLoopBase):
@@ -224,6 +243,25 @@ def test_a_worker_that_dies_fails_the_batch_at_once(server, tokenizer_path):
     config = load_config([f"{AGENT}.num_workers=2"])
     with AgentLoopManager(config, [server], tokenizer_path) as manager, pytest.raises(RayActorError):
         manager.generate_sequences(prompts("hang!", "b", agent_name=["single_turn_agent", "suicidal"]))
+
+
+def test_after_a_worker_died_the_batch_takes_what_the_others_finished_and_were_about_to(
+    server, tokenizer_path, tmp_path
+):
+    """Two of three finish: one before the death, one while the dead one is started again."""
+    register("telling")(TellingLoop)
+    names = ["telling", "telling", "telling"]
+    batch = prompts("first", "dies", "last", agent_name=names, directory=[str(tmp_path)] * 3)
+    with AgentLoopManager(load_config([f"{AGENT}.num_workers=3"]), [server], tokenizer_path) as manager:
+        with pytest.raises(RayActorError):
+            manager.generate_sequences(batch)
+        (tmp_path / "go on").touch()
+        assert manager.set_servers([server]) == 1
+        data = manager.generate_sequences(batch)
+        before = sorted(path.name.split()[0] for path in tmp_path.glob("* began"))
+        assert (len(data), before) == (3, ["dies", "dies", "first", "last"])
+        manager.generate_sequences(batch)  # of a batch that was generated nothing is taken
+        assert len(list(tmp_path.glob("first * began"))) == 2
 
 
 def end(worker):

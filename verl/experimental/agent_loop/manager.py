@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,8 @@ class AgentLoopManager:
         self._pictures = _picture_processor(config.actor_rollout_ref.model)
         ranks = range(rollout.agent.num_workers)
         self._workers = [self._start(rank) for rank in ranks]
+        self._failed: tuple[DataProto | None, dict[int, Any]] = None, {}
+        """The batch that has not been generated as a whole, and by rank the references of what did not fail of it."""
         try:
             self._await_started(ranks)
         except BaseException:
@@ -117,6 +119,9 @@ class AgentLoopManager:
 
         The first sample that fails ends the batch at once with AgentLoopError, which holds the worker's traceback; a
         worker that dies raises RayActorError. An unknown agent_name is a ConfigError before anything is generated.
+
+        If the next call has the same `prompts`, it generates what the one that failed lacks: what workers had finished
+        is taken, and the others go on while one that died is started again.
         """
         # Loops work from the messages; tensors stay here.
         sampling: dict[str, Any] = {name: bool(prompts.meta_info.get(name, False)) for name in ("validate", "greedy")}
@@ -126,13 +131,20 @@ class AgentLoopManager:
             raise ValueError("there are no samples: prompts needs at least the column raw_prompt")
         self._check_loops(set(samples.non_tensor_batch.get("agent_name", ())) - {None, ""})
         started = time.monotonic()
-        bounds = np.linspace(0, len(samples), len(self._workers) + 1).round().astype(int)
-        names: dict[Any, str] = {}
-        for rank, worker in enumerate(self._workers):
-            start, stop = int(bounds[rank]), int(bounds[rank + 1])
-            if start < stop:
-                names[worker.generate_sequences.remote(samples[start:stop], start)] = f"agent-loop-worker-{rank}"
-        batch = DataProto.concat(self._gather(names, self._deadline_s(len(samples))))
+        bounds = np.linspace(0, len(samples), len(self._workers) + 1).round().astype(int).tolist()
+        ranks = [rank for rank in range(len(self._workers)) if bounds[rank] < bounds[rank + 1]]
+
+        def begin(rank: int) -> Any:
+            start, stop = bounds[rank : rank + 2]
+            return self._workers[rank].generate_sequences.remote(samples[start:stop], start)
+
+        parts = self._parts_before(prompts)
+        before = set(parts)
+        parts |= {rank: begin(rank) for rank in ranks if rank not in parts}
+        self._failed = prompts, parts
+        results = self._gather(parts, self._deadline_s(len(samples)), begin, before)
+        self._failed = None, {}
+        batch = DataProto.concat([results[rank] for rank in ranks])
         metrics = batch.meta_info.pop("metrics")
         batch.meta_info["timing"] = _summary(metrics) | {"agent_loop/total_s": time.monotonic() - started}
         return batch
@@ -205,23 +217,46 @@ class AgentLoopManager:
         for name in sorted(names):
             check_loop(name, self._loops)
 
-    def _gather(self, names: dict[Any, str], timeout_s: float) -> list[DataProto]:
-        """The workers' results in order. Raises the first failure at once, and cancels the rest."""
-        results: dict[Any, DataProto] = {}
-        pending = list(names)
+    def _parts_before(self, prompts: DataProto) -> dict[int, Any]:
+        """By rank, what an earlier call for these prompts has begun. Ends what one for others has."""
+        failed, parts = self._failed
+        if failed is prompts:
+            return parts
+        for reference in parts.values():
+            ray.cancel(reference)
+        return {}
+
+    def _gather(
+        self, parts: dict[int, Any], timeout_s: float, begin: Callable[[int], Any], before: set[int]
+    ) -> dict[int, DataProto]:
+        """The workers' results by rank. Raises the first failure at once, and leaves what did not fail in `parts`.
+
+        Cancels the other workers unless one died. Parts that an attempt `before` has begun may fail of what has been
+        healed since: they begin again.
+        """
+        results: dict[int, DataProto] = {}
+        pending = {reference: rank for rank, reference in parts.items()}
         deadline = time.monotonic() + timeout_s
         try:
             while pending:
-                ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise AgentLoopTimeout(
-                        f"not done within {timeout_s:.0f} s: {', '.join(names[reference] for reference in pending)}"
-                    )
-                results[ready[0]] = ray.get(ready[0])
-        finally:
-            for reference in pending:
-                ray.cancel(reference)
-        return [results[reference] for reference in names]
+                ready = _first(pending, deadline - time.monotonic(), timeout_s)
+                rank = pending.pop(ready)
+                try:
+                    results[rank] = ray.get(ready)
+                except Exception:
+                    del parts[rank]
+                    if rank not in before:
+                        raise
+                    before.remove(rank)
+                    parts[rank] = begin(rank)
+                    pending[parts[rank]] = rank
+        except BaseException as exc:
+            if not isinstance(exc, RayActorError):
+                for reference, rank in pending.items():
+                    ray.cancel(reference)
+                    del parts[rank]
+            raise
+        return results
 
     def _deadline_s(self, num_samples: int) -> float:
         """No batch takes longer when every generation and every tool takes its own deadline."""
@@ -229,6 +264,15 @@ class AgentLoopManager:
         rounds = math.ceil(num_samples / len(self._workers) / rollout.agent.max_concurrency)
         turns = rollout.multi_turn.max_assistant_turns or self._config.data.max_response_length  # a token each
         return rounds * turns * (rollout.generate_timeout_s + rollout.multi_turn.tool_timeout_s)
+
+
+def _first(pending: Mapping[Any, int], left_s: float, timeout_s: float) -> Any:
+    """The first reference that is done. Raises AgentLoopTimeout after `left_s`, the rest of `timeout_s`."""
+    ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, left_s))
+    if not ready:
+        late = ", ".join(f"agent-loop-worker-{rank}" for rank in pending.values())
+        raise AgentLoopTimeout(f"not done within {timeout_s:.0f} s: {late}")
+    return ready[0]
 
 
 def _picture_processor(model: HFModelConfig) -> PictureProcessor | None:

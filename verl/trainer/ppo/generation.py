@@ -22,7 +22,8 @@ class Rollouts(Protocol):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One response per row of `prompts`, in order: the generated columns alone, and `meta_info["timing"]`.
 
-        `meta_info["validate"]` of the prompts selects validation sampling.
+        `meta_info["validate"]` of the prompts selects validation sampling. After a failure the same object may be given
+        again: what was generated of it by then may be in the result.
         """
 
     def set_servers(self, server_handles: Sequence[Any]) -> int:
@@ -58,7 +59,7 @@ class Generation:
 
 
 class HealingRollouts:
-    """`Rollouts` that has dead engines and workers restarted, then generates the whole batch again.
+    """`Rollouts` that has dead engines and workers restarted, then generates what is missing of the batch.
 
     While another engine lives, the agent loops send the dead engine's requests there, and no call fails.
     """

@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError
 from tests.checkpoint_engine.fakes import soon
 from tests.processes import wait_until_gone
 from tests.sglang_on_cpu import NEEDS_SGLANG
-from tests.workers.rollout.conftest import Served, Trainer
+from tests.workers.rollout.conftest import MAX_MODEL_LEN, PROMPT, Served, Trainer
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.workers.rollout import RolloutReplica, launch_all
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
@@ -122,8 +122,12 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
         await assert_dead_soon(one)
         await two.health()
 
-        await two.pause("keep")
-        parked = Served(two, trainer).submit()
+        served = Served(two, trainer)
+        begun = served.submit(max_tokens=MAX_MODEL_LEN - 10, ignore_eos=True)
+        seeded = served.submit(max_tokens=MAX_MODEL_LEN - 10, ignore_eos=True, seed=1)
+        await served.generate(max_tokens=5, ignore_eos=True)
+        await two.pause("keep")  # with the two that began earlier, and a third that has not begun
+        parked = served.submit()
         await asyncio.sleep(0.2)
         server = await server_process(two)
         names = {process: process.name() for process in server.children(recursive=True)}
@@ -133,8 +137,14 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
         killed.kill()
         died = f"the engine died: its worker 1 (pid {killed.pid}) was ended by SIGKILL"
         await assert_dead_soon(two, died)
-        with pytest.raises(ReplicaDied, match=re.escape(died)):
-            await asyncio.wait_for(_wait(parked), 120)
+        for request in (parked, seeded):  # one with a seed is drawn again as a whole
+            with pytest.raises(ReplicaDied, match=re.escape(died)):
+                await asyncio.wait_for(_wait(request), 120)
+        output = await asyncio.wait_for(_wait(begun), 120)
+        assert output.stop_reason == "aborted"  # so it is continued on another engine
+        assert 5 <= len(output.token_ids) < MAX_MODEL_LEN - 10
+        assert output.log_probs == pytest.approx(trainer.log_probs(1, PROMPT, output.token_ids, 1.0), abs=2e-4)
+        assert [(span.stop, span.version) for span in output.weight_versions] == [(len(output.token_ids), 1)]
         children = server.children(recursive=True)
     finally:
         await asyncio.gather(one.shutdown(), two.shutdown())

@@ -19,6 +19,7 @@ from vllm.inputs import EngineInput, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -230,7 +231,8 @@ class VLLMEngine:
             ):
                 final = output  # FINAL_ONLY: there is one
         except EngineDeadError as exc:
-            raise ReplicaDied(f"{self._spec.name}: {self._died()} during request {request_id}") from exc
+            if (final := self._sampled_so_far(request_id, sampling)) is None:
+                raise ReplicaDied(f"{self._spec.name}: {self._died()} during request {request_id}") from exc
         except EngineGenerateError as exc:
             await asyncio.sleep(LIVENESS_S)  # of a core that ends, requests may fail before vLLM knows that it has
             if not self._running().errored:
@@ -247,6 +249,21 @@ class VLLMEngine:
             return replace(answer, cached_tokens=cached, computed_again=sum(begun_again))
         # Weights may have changed since the request came: what it waited with counts as the older version's.
         return replace(answer, cached_tokens=cached, cache=salt).on_cache_of(version_of(salt if cached else now))
+
+    def _sampled_so_far(self, request_id: str, sampling: SamplingOptions) -> RequestOutput | None:
+        """What the engine had sampled of a request when it died, as if the request had been aborted then.
+
+        None without a token; with a seed, which draws the whole response again elsewhere; and where experts are
+        recorded, which an engine tells at the end.
+        """
+        if sampling.seed is not None or self._spec.config.enable_rollout_routing_replay:
+            return None
+        processor: Any = self._running().output_processor
+        for internal_id in getattr(processor, "external_req_ids", {}).get(request_id, ()):
+            output = processor.request_states[internal_id].make_request_output([], None, FinishReason.ABORT, None)
+            if isinstance(output, RequestOutput) and output.outputs[0].token_ids:
+                return output
+        return None
 
     async def _seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> EngineInput:
         what = f"{self._spec.name}: request {request_id}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -336,6 +337,25 @@ async def test_no_odd_value_of_any_field_is_an_error_of_the_server(model, tmp_pa
                     assert 400 <= refused.value.status < 500
 
 
+@pytest.mark.parametrize("odd", [["--port", "70000"], ["--max-tenants", "0"], ["--lora-alpha", "x"]])
+def test_numbers_of_the_command_line_are_checked(capsys, odd):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model", "absent", *odd])
+    assert ended.value.code == 2
+    assert f"argument {odd[0]}: {odd[1]!r} is no number from " in capsys.readouterr().err
+
+
+async def test_a_state_without_an_optimizer_takes_no_place(model, tmp_path):
+    async with Server(model, tmp_path, max_tenants=2) as server:
+        client = await server.client()
+        path = await (await client.tenant()).save("weights", "save_weights_for_sampler")
+        for number in range(5, 9):
+            asked = {"session_id": client.session, "model_seq_id": number, "path": path}
+            with pytest.raises(Refusal, match="has no optimizer state; load the weights alone"):
+                await client.call("load_weights", **asked, optimizer=True)
+        await client.done("load_weights", **asked, optimizer=False)
+
+
 async def test_the_last_adapter_may_end_and_the_base_model_goes_on(model, tmp_path):
     async with Server(model, tmp_path) as server:
         found = []
@@ -379,11 +399,13 @@ def test_keys_are_read_with_comments(tmp_path):
         (["--model", "absent"], "--model absent is no directory of a Hugging Face model: it has no config.json"),
         (["--model", "MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0: beyond this machine, --keys FILE is needed"),
         (["--model", "MODEL", "--keys", "absent"], "--keys absent: "),
+        (["--model", "MODEL", "--host", "192.0.2.1", "--keys", "KEYS"], "--host 192.0.2.1 --port 8000: "),
         (["--model", "MIXTURE"], "Qwen3MoeForCausalLM is not served: adapters are for linear layers of attention, MLP"),
     ],
 )
 def test_a_server_that_cannot_start_says_why_in_one_line(model, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
+    Path("KEYS").write_text("ann tml-1")
     if "MIXTURE" in arguments:
         make_tiny_model("MIXTURE", "qwen3_moe")
     with pytest.raises(SystemExit) as ended:

@@ -233,6 +233,12 @@ async def test_greedy_samples_are_those_of_transformers_and_stops_end_them(model
         assert text in server.base.tokenizer.decode(tokens)
         assert text not in server.base.tokenizer.decode(tokens[:-1])
         assert reason == 0
+        with torch.no_grad():
+            drawn = torch.softmax(plain(input_ids=torch.tensor([PROMPT])).logits[0, -1] / 0.7, 0)
+        for seed in range(8):  # the whole vocabulary, with the temperature alone
+            torch.manual_seed(seed)
+            wanted_first = torch.multinomial(drawn[None], 1).item()
+            assert (await sampled(seed=seed, temperature=0.7, max_tokens=1))[0][0] == [wanted_first]
         one, again, other = [[each[0] for each in await sampled(seed=seed, num_samples=3)] for seed in (1, 1, 2)]
         assert one == again != other
         last = await client.sample(base, 99, PROMPT, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=2)

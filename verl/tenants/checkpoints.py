@@ -59,11 +59,15 @@ class Version:
             )
         return load(data)
 
-    def optimizer(self) -> dict[str, torch.Tensor]:
+    def require_optimizer(self) -> Path:
+        """The file of its Adam state. Raises Refused if there is none."""
         path = self.directory / OPTIMIZER
         if not path.is_file():
             raise Refused(f"{self.path} has no optimizer state; load the weights alone, or a path of save_state")
-        return load(path.read_bytes())
+        return path
+
+    def optimizer(self) -> dict[str, torch.Tensor]:
+        return load(self.require_optimizer().read_bytes())
 
 
 def _read(directory: Path) -> tuple[bytes, str]:

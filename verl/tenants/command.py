@@ -16,7 +16,7 @@ import asyncio
 import ipaddress
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verl.checkpoint_engine.errors import CheckpointEngineError
@@ -137,7 +137,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--name", help="what clients call it as base_model, beside DIR (default: DIR)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=_number(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)"
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -150,21 +152,21 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-tenants",
-        type=_positive,
+        type=_number(1, 10_000),
         default=8,
         metavar="N",
         help="adapters in training at once (default: %(default)s)",
     )
     parser.add_argument(
         "--max-rank",
-        type=_positive,
+        type=_number(1, 10_000),
         default=128,
         metavar="N",
         help="the highest rank of an adapter (default: %(default)s)",
     )
     parser.add_argument(
         "--lora-alpha",
-        type=_positive,
+        type=_number(1, 10_000),
         default=32,
         metavar="N",
         help="an adapter counts N / rank times (default: %(default)s)",
@@ -173,10 +175,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
+def _number(low: int, high: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {low} to {high}")
+        return int(text)
+
     return number
 
 

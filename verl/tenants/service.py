@@ -291,7 +291,9 @@ class Service:
             model, number = self._model(owner, model_id), asked.number("seq_id", int, None, 1)
         else:
             session_id, model_number = asked.take("session_id", str), asked.number("model_seq_id", int, None, 0)
-            self._checkpoints.find(owner, path)  # before a place is taken
+            found = self._checkpoints.find(owner, path)
+            if optimizer:
+                found.require_optimizer()  # before a place is taken
             model = self._new_model(owner, session_id, model_number)
         asked.end()
 

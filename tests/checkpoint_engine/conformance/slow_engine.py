@@ -47,7 +47,7 @@ class SlowEngine:
         self.names_on_pause: str | None = None
         self.hangs_s = 0.0
         self.resumes_itself_s: float | None = None
-        self.takes_halves = self.refuses_after_failure = self.has_failed = False
+        self.takes_halves = self.refuses_after_failure = self.dies_of_failure = self.has_failed = False
         with getattr(self, "_may_run", threading.Condition()):
             self._paused = False
             if hasattr(self, "_may_run"):
@@ -68,7 +68,9 @@ class SlowEngine:
             for name, tensor in self.loader(old, dict(new)).items():
                 self.model.state_dict()[name].copy_(tensor)
 
-    def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes] | None:
+        if self.dies_of_failure and self.has_failed:
+            return None
         path = path.partition("?")[0]
         try:
             found = self._answer(path, json.loads(body or b"{}"))

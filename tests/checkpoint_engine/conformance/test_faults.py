@@ -13,7 +13,7 @@ from tests.checkpoint_engine.conformance.slow_engine import SlowEngine, slow_eng
 from verl.checkpoint_engine.certify import main
 from verl.checkpoint_engine.conformance import contract
 from verl.checkpoint_engine.conformance.command import prompts_of
-from verl.checkpoint_engine.conformance.contract import MIXED, NEW, OLD, STUCK
+from verl.checkpoint_engine.conformance.contract import GONE, MIXED, NEW, OLD, STUCK
 from verl.checkpoint_engine.conformance.faults import FaultRun
 from verl.checkpoint_engine.conformance.oracle import Oracle, changed_version
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM
@@ -111,6 +111,14 @@ def test_a_file_that_is_cut_off_and_refused_leaves_the_old_version(run, engine):
     assert "SafetensorError" in cell.error
 
 
+def test_a_server_that_a_failed_update_ends_is_found_and_has_to_be_restarted(run, engine):
+    engine.dies_of_failure = True
+    run.deadline_s = STUCK_S
+    cell = hit(run, "half of the bytes", "before")
+    assert "server lost" in broken(cell)
+    assert (cell.state, cell.next_update, cell.remedy) == (GONE, "no", "restart the server")
+
+
 def test_weights_that_are_mixed_after_half_a_load_are_found(run, engine):
     engine.takes_halves = True
     cell = hit(run, "half of the bytes", "before")
@@ -124,8 +132,8 @@ def test_a_flipped_bit_that_nobody_compares_is_found(run, engine):
 
 def test_a_server_that_takes_no_update_after_one_that_failed_ends_the_run(run, engine, monkeypatch):
     engine.refuses_after_failure = True
-    wanted = [fault for fault in contract.INJECTED if fault.name in ("half of the bytes", "flipped bit")]
-    monkeypatch.setattr(contract, "INJECTED", wanted)
+    by_name = {fault.name: fault for fault in contract.INJECTED}
+    monkeypatch.setattr(contract, "INJECTED", (by_name["half of the bytes"], by_name["flipped bit"]))
     _, first, second = run.all(lambda _: None)
     assert isinstance(first, Cell) and isinstance(second, Cell)
     assert broken(first) == {"no way on"}

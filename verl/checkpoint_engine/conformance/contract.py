@@ -37,7 +37,7 @@ BROKEN = {
     "pause": ("paused for ever",),
     "answers": ("mixed versions", "lost request"),
     "label": ("wrong label",),
-    "next": ("no way on",),
+    "next": ("no way on", "server lost"),
 }
 
 
@@ -75,14 +75,8 @@ INJECTED = (
         not_for={},
     ),
     Fault(
-        name="half of the bytes",
-        meaning="a file ends in its middle; of shared memory (`arena`) the second half is zero",
-        phases=("before",),
-        not_for={},
-    ),
-    Fault(
         name="flipped bit",
-        meaning="one bit of one weight, in the file (`disk`) or in the memory from which the server loads",
+        meaning="one bit of one weight: in the file (`disk`), or in memory between checks and the load (others)",
         phases=("before",),
         not_for={},
     ),
@@ -97,6 +91,12 @@ INJECTED = (
         meaning="another process pushes the old version under a label of its own, and the first one then goes on",
         phases=("paused", "loaded"),
         not_for={},
+    ),
+    Fault(
+        name="half of the bytes",
+        meaning="a file ends in its middle",
+        phases=("before",),
+        not_for={"arena": "it reads no file, and requests nothing before all bytes are verified"},
     ),
     Fault(
         name="worker stopped",

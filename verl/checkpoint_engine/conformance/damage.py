@@ -72,14 +72,6 @@ def flip_in_memory(files: Iterable[Path], mark: Mark) -> bool:
     return found
 
 
-def zero_second_half(files: Iterable[Path]) -> None:
-    for file in files:
-        half = file.stat().st_size // 2
-        with file.open("r+b") as opened:
-            opened.seek(half)
-            opened.write(bytes(file.stat().st_size - half))
-
-
 def arena_slots(arena_path: str) -> list[Path]:
     """Files with the bytes of versions."""
     return [file for file in Path(arena_path).glob("slot-*") if file.suffix != ".manifest"]

@@ -154,7 +154,7 @@ class FaultRun(Run):
     def _damaged(self, cell: Cell, target: int) -> tuple[Path, damage.Mark | None]:
         """The directory that the pusher gets, and a bit to flip in its memory."""
         directory = self.directories[target]
-        if cell.fault == "half of the bytes" and self.route_name != "arena":
+        if cell.fault == "half of the bytes":
             directory = damage.copied(directory, self.scratch / "damaged")
             damage.halve(directory)
         if cell.fault == "flipped bit":
@@ -273,6 +273,9 @@ class FaultRun(Run):
         """The next update, of the version that is not served."""
         if cell.state == GONE:
             cell.next_update, self._down = "no", cell.name
+            if cell.fault != "worker killed":
+                text = "the server does not answer any more, and does not come back by itself"
+                cell.findings.append(Finding(fault="server lost", text=text))
             return
         wanted = 1 - self._serves if cell.state in (OLD, NEW) else target
         try:

@@ -47,7 +47,7 @@ class Injection:
     def arm(self) -> None:
         """Set the trap. Faults of the version's files have hit before."""
         plan = PLANS.get((self.cell.fault, self.cell.phase))
-        if plan is None or (self.cell.phase == "before" and not self._is_in_memory):
+        if plan is None or (self.cell.fault == "flipped bit" and self.mark is None):
             self.has_hit = True
             self.has_acted.set()
             return
@@ -58,10 +58,6 @@ class Injection:
             act(self, exchange)
 
         self.has_acted = self.relay.trap(what, moment, acted)
-
-    @property
-    def _is_in_memory(self) -> bool:
-        return self.mark is not None or (self.cell.fault == "half of the bytes" and self.pusher.route == "arena")
 
     def end(self) -> None:
         """Let go of what the fault still holds."""
@@ -89,11 +85,9 @@ class Injection:
         """Until the pusher has given up, and its process has ended."""
         until(lambda: self.pusher.has_ended, self.deadline_s)
 
-    def damage_memory(self, exchange: Exchange) -> None:
-        files = self._memory(exchange)
-        if self.mark is None:
-            damage.zero_second_half(files)
-        elif not damage.flip_in_memory(files, self.mark):
+    def flip_in_memory(self, exchange: Exchange) -> None:
+        assert self.mark is not None
+        if not damage.flip_in_memory(self._memory(exchange), self.mark):
             self.cell.skipped = "the bytes were not found in the pusher's memory"
 
     def _memory(self, exchange: Exchange) -> list[Path]:
@@ -127,8 +121,7 @@ PLANS: dict[tuple[str, str], tuple[str, Moment, Callable[[Injection, Exchange], 
     ("network down", "loading"): ("load", "sent", Injection.take_down),
     ("deadline passed", "loaded"): ("load", "answered", Injection.wait_for_end),
     ("late load", "paused"): ("load", "arrived", Injection.wait_for_end),
-    ("half of the bytes", "before"): ("load", "arrived", Injection.damage_memory),
-    ("flipped bit", "before"): ("load", "arrived", Injection.damage_memory),
+    ("flipped bit", "before"): ("load", "arrived", Injection.flip_in_memory),
     ("second pusher", "paused"): ("load", "arrived", Injection.push_second),
     ("second pusher", "loaded"): ("load", "answered", Injection.push_second),
     ("worker stopped", "loading"): ("load", "arrived", Injection.stop_worker),

@@ -76,7 +76,11 @@ class ArenaRoute:
 
     def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
         self._url, self._timeout_s = url, timeout_s
-        self._config = {"pause_mode": pause_mode, "check_engine": "always"}
+        self._config = {
+            "pause_mode": pause_mode,
+            "check_engine": "always",
+            "deadlines": {"activate_s": timeout_s, "resume_s": timeout_s},
+        }
         self._publisher: Any = None
         self._tensors: dict[str, Any] = {}
 

@@ -40,6 +40,7 @@ FAULTS = {
         "After an update that failed, the server stays paused, and would resume if it were requested.",
         "https://github.com/areal-project/AReaL/issues/1160",
     ),
+    "server lost": ("An update that failed ended the server.", f"{VLLM}/pull/57854"),
     "no way on": ("After an update that failed, the next one fails, too.", f"{VLLM}/pull/39212"),
 }
 """Class of fault to (its meaning, a public thread about one of its kind)."""

@@ -155,6 +155,8 @@ async def test_what_cannot_be_done_is_refused_in_one_message_and_the_server_goes
             await tenant.step(**ADAM)
         await tenant.train([(TOKENS, INPUTS)], **ADAM)
         assert (await client.get("healthz")) == {"status": "ok"}
+        told = await client.call("client/config", sdk_version="0.38.0")
+        assert told["parallel_fwdbwd_chunks"] is False  # parts of a batch are done in the order of their numbers
 
 
 async def test_a_step_is_done_with_whole_gradients_only(model, tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from verl.checkpoint_engine.conformance.contract import INJECTED, PHASES, PROMISES, STATES  # noqa: E402
+from verl.checkpoint_engine.conformance.contract import INJECTED, PHASES, PROMISES, STATES, Fault  # noqa: E402
 from verl.checkpoint_engine.conformance.routes import NEED_DEVICES, ROUTES  # noqa: E402
 from verl.checkpoint_engine.conformance.verdicts import FAULTS  # noqa: E402
 
@@ -159,9 +159,10 @@ ask
 ```
 
 `reload_weights` of a safetensors file that is cut off, same version and CPU, 2026-11-30. The request is answered with
-500. The tensors of the model have no memory by then (device `meta`), and the next request ends the engine and the
-server. [vllm-project/vllm#57854](https://github.com/vllm-project/vllm/pull/57854) reports the same of the IPC engine.
-To reproduce, with any model:
+500; `/health` is 200, and the server is not paused. The tensors of the model have no memory by then (device `meta`):
+the next request ends the engine and the server.
+[vllm-project/vllm#57854](https://github.com/vllm-project/vllm/pull/57854) reports the same of the IPC engine. To
+reproduce, with any model:
 
 ```
 cp -r DIR CUT && truncate -s -1000 CUT/model.safetensors
@@ -239,9 +240,15 @@ def results() -> list[str]:
     lines += [f"* `{name}`: {run['engine']}, {run['dtype']}, {run['date']}" for name, run in runs.items()]
     lines += ["", RESULTS, ""]
     lines += ["| fault, phase | " + " | ".join(f"`{name}`" for name in runs) + " |", "|---" * (len(runs) + 1) + "|"]
-    for name in (f"{fault.name}, {phase}" for fault in INJECTED for phase in fault.phases):
-        lines.append(f"| {name} | " + " | ".join(run["cells"].get(name, "not run") for run in runs.values()) + " |")
+    for fault in INJECTED:
+        for name in (f"{fault.name}, {phase}" for phase in fault.phases):
+            found = [run["cells"].get(name) or _not_run(fault, route) for route, run in runs.items()]
+            lines.append(f"| {name} | " + " | ".join(found) + " |")
     return lines
+
+
+def _not_run(fault: Fault, route: str) -> str:
+    return f"not tried: {fault.not_for[route]}" if route in fault.not_for else "not run"
 
 
 def take_over(files: list[Path]) -> None:

@@ -92,6 +92,14 @@ async def test_an_aborted_response_is_continued_with_the_rest_of_its_budget(star
     assert (sample.continuations, sample.computed_again) == (2, 4 + 5)  # what this engine had read before
 
 
+async def test_the_rest_of_a_response_is_not_drawn_with_the_numbers_of_its_beginning(start_server):
+    server = start_server(said([], "aborted"), said([1, 2], "aborted"), said([3], "aborted"), said([4]))
+    await ServerManager([server], timeout_s=120).generate("a", PROMPT, replace(SAMPLING, seed=7))
+    begun, again, *others = [sampling.seed for _, sampling, _ in await calls_of(server)]
+    assert begun == again == 7  # nothing had been drawn
+    assert len({begun, *others}) == 3
+
+
 async def test_later_requests_of_a_conversation_and_of_its_group_ask_for_its_cache(start_server):
     kept = replace(said([1, 2, 3], "aborted"), cache="kept", cached_tokens=0)
     server = start_server(kept, replace(said([4]), cache="kept", cached_tokens=3), replace(said([5]), cache="other"))

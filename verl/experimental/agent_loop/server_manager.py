@@ -124,7 +124,7 @@ class ServerManager:
             async with deadline:
                 wait_s = FIRST_WAIT_S
                 while True:
-                    budget = replace(sampling, max_tokens=so_far.room)
+                    budget = replace(sampling, max_tokens=so_far.room, seed=so_far.seed(sampling.seed))
                     tokens = [*prompt_ids, *so_far.token_ids]
                     output = await self._on_some_server(request_id, sample, tokens, budget, pictures)
                     so_far.add(output)
@@ -253,6 +253,11 @@ class _Partial:
     @property
     def room(self) -> int:
         return self._max_tokens - len(self.token_ids)
+
+    def seed(self, given: int | None) -> int | None:
+        """Of the next piece. With the same one its tokens would be drawn with the numbers that the first tokens were
+        drawn with, and those are no longer independent of the prompt."""
+        return derived(given, len(self.token_ids)) if given is not None and self.token_ids else given
 
     def add(self, piece: TokenOutput) -> None:
         if self._seen and piece.seen != self._seen:

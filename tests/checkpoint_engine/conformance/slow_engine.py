@@ -53,6 +53,10 @@ class SlowEngine:
             if hasattr(self, "_may_run"):
                 self._may_run.notify_all()
 
+    @property
+    def _is_dead(self) -> bool:
+        return self.dies_of_failure and self.has_failed
+
     def load(self, directory: Path) -> None:
         if self.refuses_after_failure and self.has_failed:
             raise RuntimeError("an update is already active")
@@ -69,7 +73,7 @@ class SlowEngine:
                 self.model.state_dict()[name].copy_(tensor)
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes] | None:
-        if self.dies_of_failure and self.has_failed:
+        if self._is_dead:
             return None
         path = path.partition("?")[0]
         try:
@@ -146,8 +150,10 @@ class SlowEngine:
     @torch.inference_mode()
     def _complete(self, prompt: list[int], num_tokens: int, prompt_too: bool) -> dict[str, Any] | None:
         with self._may_run:
-            while self._paused:
+            while self._paused and not self._is_dead:
                 self._may_run.wait(0.1)
+            if self._is_dead:
+                raise RuntimeError("the engine is dead")
             self._running += 1
         try:
             return self._generate(prompt, num_tokens, prompt_too)

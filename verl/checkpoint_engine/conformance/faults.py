@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
-from ..parameter_server.http_server import HttpServer, Refused
+from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
 from . import damage
 from .contract import GONE, MIXED, NEW, OLD, OUT, STUCK, cells
 from .injection import STARTS_WITHIN_S, Injection, until
@@ -211,7 +211,7 @@ class FaultRun(Run):
         def serves() -> bool:
             nonlocal paused
             try:
-                paused = bool(self._http.call("GET", "/is_paused", timeout_s=self.deadline_s)["is_paused"])
+                paused = bool(self._http.call("GET", "/is_paused", timeout_s=TEST_TIMEOUT_S)["is_paused"])
             except TransportError:
                 paused = None
             except Refused:
@@ -230,7 +230,7 @@ class FaultRun(Run):
         not."""
         cell.state = STUCK
         try:
-            self._http.call("POST", "/resume", timeout_s=self.deadline_s)
+            self._http.call("POST", "/resume", timeout_s=max(self.deadline_s, TEST_TIMEOUT_S))
         except CheckpointEngineError as exc:
             cell.state, cell.error = OUT, cell.error or exc.message
             return

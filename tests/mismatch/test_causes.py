@@ -63,6 +63,18 @@ def test_the_same_model_differs_by_nothing(family, directories):
     assert len(tokens) == len(TOKENS) - PROMPT
 
 
+def test_a_class_that_vllm_has_decorated_computes_as_before(directories, monkeypatch):
+    model = TrainersModel(directories["gemma2"], "bfloat16")
+    before = model.run(TOKENS)[LOGITS]
+
+    def decorated(self, *arguments, **options):
+        assert self.do_not_compile  # as in vLLM's, which raises without the attribute
+        return self.forward(*arguments, **options)
+
+    monkeypatch.setattr(type(model._model.base_model), "__call__", decorated)
+    assert torch.equal(model.run(TOKENS)[LOGITS], before)
+
+
 def test_another_activation_is_found_by_trying_it(directories):
     sides = Sides(directories["gemma3_text"])
     sides.engine.module("layers.1.mlp").act_fn = torch.nn.SiLU()

@@ -74,6 +74,8 @@ class TrainersModel:
         self._model = _loaded(directory, dtype, exact)
         if exact:
             agree(self._model)
+        # In this process vLLM may decorate the class, where it has no model of its own and takes that of transformers.
+        self._model.base_model.do_not_compile = True
         try:
             self._modules = modules_of(self._model)
         except LookupError as exc:

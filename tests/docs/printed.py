@@ -38,6 +38,7 @@ SHOWN = {
     "distillation.": "keys, no output",
     "reward_model.": "keys, no output",
     "curl ": "against a server of vLLM",
+    "cp -r DIR CUT": "the same, with a file that is cut off",
     "ask() {": "against a server of vLLM",
 }
 """How lines begin that are no command in a block: the command that prints them, or where else they are looked at."""

@@ -13,7 +13,7 @@ from verl.mismatch.causes import Cause
 from verl.mismatch.compare import BEYOND, Place, excess
 from verl.mismatch.findings import Findings, Token, another_trainer
 from verl.mismatch.page import html, table
-from verl.mismatch.places import modules_of, states_in, states_out
+from verl.mismatch.places import modules_of, states_in, states_out, tokens_first
 
 
 @pytest.fixture
@@ -121,3 +121,20 @@ def test_probabilities_that_a_runs_trainer_gave_are_held_against_those_of_transf
     assert another_trainer(tokens, [2], ()) == []
     (cause,) = another_trainer(tokens, [2], [[math.log(0.5), None, math.log(0.4)]])
     assert (cause.name, cause.text[:31]) == ("the run's trainer", "the run's trainer gave 2 tokens")
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 4), (3, 4), (4, 4), (5, 4)])
+def test_queries_are_brought_into_the_order_of_tokens_whichever_comes_first(tokens, heads):
+    states = torch.arange(tokens * heads * 2).reshape(1, tokens, heads, 2)
+    assert torch.equal(tokens_first(states, tokens), states)
+    assert torch.equal(tokens_first(states.transpose(1, 2), tokens), states)
+
+
+def test_a_shared_expert_that_vllm_multiplies_with_its_gate_is_not_compared_by_itself():
+    block = torch.nn.ModuleDict({"shared_expert": torch.nn.Linear(2, 2), "gate": torch.nn.Linear(2, 2)})
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"mlp": block})])
+    assert "layers.0.mlp.shared_expert" in modules_of(model)
+    block["shared_expert"].expert_gate = block["gate"]
+    assert "layers.0.mlp.shared_expert" not in modules_of(model)
+    assert "layers.0.mlp.gate" in modules_of(model)

@@ -64,7 +64,8 @@ def _compared(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
     for name, child in module.named_children():
         if name in NOT_COMPARED:
             continue
-        yield f"{prefix}{name}", child
+        if getattr(child, "expert_gate", None) is None:  # vLLM's shared expert returns the product with its gate
+            yield f"{prefix}{name}", child
         yield from _compared(child, f"{prefix}{name}.")
 
 
@@ -81,6 +82,15 @@ def entered(name: str) -> str | None:
 def is_block(place: str) -> bool:
     """Whether it is the output of a whole layer."""
     return place.startswith("layers.") and place.count(".") == 1
+
+
+def tokens_first(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[1, tokens, heads, d] of a norm's queries or keys, which may come as [1, heads, tokens, d]: transposed then, and
+    so not contiguous. Others come back as they are."""
+    if states.dim() != 4:
+        return states
+    heads_first = states.shape[2] == tokens and (states.shape[1] != tokens or not states.is_contiguous())
+    return states.transpose(1, 2) if heads_first else states
 
 
 def states_in(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from verl.mismatch.places import ATTENTION, LOGITS, entered, modules_of, states_in, states_out
+from verl.mismatch.places import ATTENTION, LOGITS, entered, modules_of, states_in, states_out, tokens_first
 from verl.utils.config import ConfigError
 from verl.utils.language_model import is_wrapper, sees
 from verl.utils.model import EXACT
@@ -141,25 +141,16 @@ class TrainersModel:
         return found
 
     def _keep(self, name: str, states: torch.Tensor) -> None:
-        rows = self._by_token(states.detach())
+        rows = tokens_first(states.detach(), self._tokens)
         self._found[name] = rows.reshape(self._tokens, -1).clone()
 
     def _replaced(self, name: str, states: torch.Tensor) -> torch.Tensor:
-        rows = self._by_token(states)
+        rows = tokens_first(states, self._tokens)
         instead = self._given(name, rows.reshape(self._tokens, -1)) if self._given is not None else None
         if instead is None:
             return states
         whole = instead.to(states.dtype).reshape(rows.shape)
         return whole if rows is states else whole.transpose(1, 2)
-
-    def _by_token(self, states: torch.Tensor) -> torch.Tensor:
-        """Norms of queries and keys get tokens before heads, or heads before tokens: then they are exchanged."""
-        if states.dim() != 4:
-            return states
-        heads_first = states.shape[1] != self._tokens or (
-            states.shape[2] == self._tokens and not states.is_contiguous()
-        )
-        return states.transpose(1, 2) if heads_first else states
 
     def _enter(self, name: str, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         states = states_in(arguments, options)

@@ -23,6 +23,7 @@ from verl.mismatch.places import (
     modules_of,
     states_in,
     states_out,
+    tokens_first,
 )
 
 Step = dict[str, Any]
@@ -110,8 +111,10 @@ class _Recorder:
         """A copy of the rows of the step's tokens: vLLM's kernels write into what they got."""
         step = self.steps[-1]
         count = len(step["rows"])
-        rows = tensor.detach() if len(tensor) >= count else tensor.detach()[0]
-        step[name] = (rows if rows.dim() == 1 else rows.flatten(1))[:count].to("cpu", copy=True)
+        rows = tokens_first(tensor.detach(), count)
+        rows = rows if len(rows) >= count and rows.dim() < 4 else rows[0]
+        if len(rows) >= count:  # else tokens are not its rows, and it cannot be compared
+            step[name] = (rows if rows.dim() == 1 else rows.flatten(1))[:count].to("cpu", copy=True)
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -130,13 +130,17 @@ def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, samplin
 
     engine, model = sides.engine, sides.model
     given = settings.sequences or [(prompt, ()) for prompt in _prompts(int(model.config.vocab_size))]
-    decode = engine.record(
-        model.names,
-        [[*prompt, *response] for prompt, response in given],
-        [len(prompt) for prompt, _ in given],
-        engine_sampling,
-        new_tokens=settings.new_tokens,
-    )
+    try:
+        decode = engine.record(
+            model.names,
+            [[*prompt, *response] for prompt, response in given],
+            [len(prompt) for prompt, _ in given],
+            engine_sampling,
+            new_tokens=settings.new_tokens,
+        )
+    except Exception as exc:  # vLLM meets shapes that its kernels do not take when it computes for the first time
+        what = f"{type(exc).__name__}: {' '.join(str(exc).split())}"
+        raise BackendUnavailable(f"vLLM started, and cannot compute with {settings.model}: {what}") from exc
     whole = decode.tokens
     prefill = engine.record(model.names, whole, [len(tokens) for tokens in whole], Sampling(), new_tokens=1)
     weights = engine.compare_with_disk(settings.model)

@@ -243,10 +243,12 @@ class KeptSamples:
 
 def discard(output_dir: Path, *, before_s: float | None = None) -> None:
     """Delete what a run left in its output directory; with `before_s`, seconds since 1970, what was written before."""
+    directory = output_dir / NAME
     if before_s is None:
-        shutil.rmtree(output_dir / NAME, ignore_errors=True)
-    for path in (output_dir / NAME).glob("*.samples"):
-        if before_s is not None and path.stat().st_mtime < before_s:
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    for path in directory.glob("*.samples"):
+        if path.stat().st_mtime < before_s:
             path.unlink()
 
 

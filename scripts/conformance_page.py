@@ -220,7 +220,8 @@ RESULTS = """Each cell has the state after the fault, then what broke the contra
 `checkpoint_engine` are drivers of public calls: pause, load, clear the caches, label, and at last, after an error, too,
 resume. A server that a driver leaves paused resumed after `POST /resume`. The servers had `--enforce-eager --dtype
 float32`. Two cells of `arena` had broken the contract before: the label after a lost answer to a load, and a network
-that was down until the publisher had given up. A bit that flips in shared memory after it was verified is loaded."""
+that was down until the publisher had given up. A bit that flips in shared memory after it was verified is loaded.
+The cells of `update` are from the log of a run that was cut off. In `disk`, `server lost` was added by hand."""
 
 
 def contract() -> str:

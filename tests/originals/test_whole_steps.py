@@ -36,7 +36,13 @@ SHARED = {
     "actor_rollout_ref.actor.use_kl_loss": True,
     "actor_rollout_ref.actor.optim.lr": 1e-3,
 }
-GRPO = {**SHARED, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.ppo_mini_batch_size": 4}
+GRPO = {
+    **SHARED,
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
+    "actor_rollout_ref.actor.loss_scale_factor": 3,
+}
 SCHEDULED = {"lr_scheduler_type": "cosine", "total_training_steps": 4, "min_lr_ratio": 0.1, "betas": [0.8, 0.95]}
 DECAYED = {"weight_decay": 100.0, **SCHEDULED}  # a tenth of every parameter, norms and biases too, in each update
 PPO = {

@@ -14,7 +14,7 @@ from verl.workers.config import ActorConfig, DistillationLossConfig, RolloutCorr
 from verl.workers.engine.base import CANDIDATE_LOG_PROBS
 from verl.workers.losses import LossTotals, agg_loss, get_policy_loss_fn
 from verl.workers.losses.correction import learned_from
-from verl.workers.losses.distillation import forward_kl_topk, reverse_kl
+from verl.workers.losses.distillation import bounded, forward_kl_topk, reverse_kl
 from verl.workers.losses.policy import token_share
 
 TEACHER_LOG_PROBS = "teacher_log_probs"
@@ -58,14 +58,14 @@ class DistilledLoss:
     ) -> tuple[torch.Tensor, dict[str, float | torch.Tensor]]:
         mask, mode = learned_from(tensors_of(micro_batch)), self._config.loss_agg_mode
         losses, metrics = self._token_losses(log_prob, micro_batch, totals)
-        told = losses.detach()
-        metrics["loss"] = agg_loss(told, mask, mode, totals=totals)
-        metrics["abs_loss"] = agg_loss(told.abs(), mask, mode, totals=totals)
+        metrics["abs_loss"] = token_share(losses.abs(), mask, totals)
+        losses = bounded(losses, self._distillation)
         if self._distillation.use_policy_gradient:
-            loss, of_policy = self._as_rewards(-told, log_prob, micro_batch, totals)
+            loss, of_policy = self._as_rewards(-losses.detach(), log_prob, micro_batch, totals)
             metrics |= {name.removeprefix("actor/"): value for name, value in of_policy.items()}
         else:
             loss = agg_loss(losses, mask, mode, totals=totals)
+        metrics["loss"] = loss.detach()
         return loss, {PREFIX + name: value for name, value in metrics.items()}
 
     def _token_losses(

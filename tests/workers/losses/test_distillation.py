@@ -7,7 +7,7 @@ import torch
 
 from verl.utils.config import ConfigError
 from verl.workers.config import DistillationLossConfig
-from verl.workers.losses.distillation import forward_kl_topk, reverse_kl
+from verl.workers.losses.distillation import bounded, forward_kl_topk, reverse_kl
 
 STUDENT, TEACHER = (-1.0, -2.0, -0.5), (-1.5, -0.5, -0.5)
 """Log-probs of three sampled tokens. The student's less the teacher's: 0.5, -1.5, 0."""
@@ -35,12 +35,16 @@ def test_each_estimator_gives_the_numbers_of_the_table(mode, expected):
     torch.testing.assert_close(found, torch.tensor([expected]))
 
 
-def test_log_probs_have_a_floor_and_losses_a_bound():
+def test_losses_have_a_bound_and_log_probs_of_the_teachers_tokens_a_floor():
     student, teacher = torch.tensor([[-1.0, -30.0, -30.0]]), torch.tensor([[-40.0, -2.0, -50.0]])
-    floored = reverse_kl(student, teacher, loss("k1", use_policy_gradient=True, log_prob_min_clamp=-10.0))
-    assert floored.tolist() == [[9.0, -8.0, 0.0]]
-    bounded = reverse_kl(student, teacher, loss("k1", use_policy_gradient=True, loss_max_clamp=7.5))
-    assert bounded.tolist() == [[7.5, -7.5, 7.5]]
+    clamped = {"log_prob_min_clamp": -10.0, "loss_max_clamp": 7.5}
+    config = loss("k1", use_policy_gradient=True, **clamped)
+    found = reverse_kl(student, teacher, config)
+    assert found.tolist() == [[39.0, -28.0, 20.0]]
+    assert bounded(found, config).tolist() == [[7.5, -7.5, 7.5]]
+    of_tokens = loss("forward_kl_topk", topk=1, **clamped)
+    found = forward_kl_topk(torch.tensor([[[-30.0]]]), torch.tensor([[[-0.5]]]), of_tokens)
+    assert found.item() == pytest.approx(exp(-0.5) * 9.5)
 
 
 def test_the_forward_divergence_is_summed_over_the_teachers_tokens():

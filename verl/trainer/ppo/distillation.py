@@ -56,9 +56,10 @@ def add_teacher_log_probs(batch: DataProto, asked: Asked, config: PPOConfig) -> 
     if loss.uses_topk:
         tensors[CANDIDATES], tensors[TEACHER_CANDIDATE_LOG_PROBS] = said[1], said[2]
     old, mask = tensors["old_log_probs"], tensors["response_mask"]
-    totals, mode = core_algos.LossTotals.of(mask), config.actor_rollout_ref.actor.loss_agg_mode
+    actor = config.actor_rollout_ref.actor
+    kl = core_algos.agg_loss(old - said[0], mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor)
     metrics = {
-        f"{PREFIX}kl": core_algos.agg_loss(old - said[0], mask, mode, totals=totals).item(),
+        f"{PREFIX}kl": kl.item(),
         f"{PREFIX}teacher_log_prob": masked_mean(said[0], mask).item(),
     }
     if not loss.uses_topk and mask.any():

@@ -76,9 +76,9 @@ class Experience:
             tensors[ROUTES] = computed[ROUTES]
         if core_algos.SUM_PI_SQUARED in self._needed:
             tensors[core_algos.SUM_PI_SQUARED] = self._sum_pi_squared(batch)
-        totals = core_algos.LossTotals.of(mask)
-        mode = self._config.actor_rollout_ref.actor.loss_agg_mode
-        now.metrics["actor/entropy"] = core_algos.agg_loss(entropys, mask, mode, totals=totals).item()
+        actor = self._config.actor_rollout_ref.actor
+        entropy = core_algos.agg_loss(entropys, mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor)
+        now.metrics["actor/entropy"] = entropy.item()
         if "rollout_log_probs" in tensors:
             old, rollout = tensors["old_log_probs"], tensors["rollout_log_probs"]
             now.metrics |= core_algos.rollout_probs_diff_metrics(old, rollout, mask)

@@ -32,7 +32,7 @@ class DistillationLossConfig(Section):
     distillation_loss_coef: float = option(1.0, "its weight, with use_task_rewards=true", least=0)
     loss_max_clamp: float | None = option(None, "largest magnitude of a token's loss; null: any", above=0)
     log_prob_min_clamp: float | None = option(
-        None, "log-probs of student and teacher below it are taken for it; null: none is", most=0
+        None, "forward_kl_topk: log-probs of student and teacher below it are taken for it; null: none is", most=0
     )
     use_policy_gradient: bool = option(
         False, "the negative loss of a token is its advantage in a clipped policy loss; false: its gradient is taken"

@@ -14,11 +14,12 @@ _ESTIMATORS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 def reverse_kl(log_prob: torch.Tensor, teacher_log_prob: torch.Tensor, config: DistillationLossConfig) -> torch.Tensor:
     """KL(student || teacher) per token, [B, R], estimated from the sampled token as `kl_penalty` does.
 
+    `log_prob_min_clamp` is not for it: tokens that both find unlikely would teach nothing.
     On-policy distillation is this, minimised on the student's own samples (K. Lu, "On-Policy Distillation", Thinking
     Machines Lab, 2025).
     """
     estimator = _ESTIMATORS.get(config.loss_mode, config.loss_mode)
-    return _bounded(kl_penalty(_floored(log_prob, config), _floored(teacher_log_prob, config), estimator), config)
+    return kl_penalty(log_prob, teacher_log_prob, estimator)
 
 
 def forward_kl_topk(
@@ -33,13 +34,14 @@ def forward_kl_topk(
     is_token = teacher_log_probs > float("-inf")
     log_p, log_q = _floored(teacher_log_probs, config), _floored(candidate_log_probs, config)
     parts = log_p.exp() * (torch.where(is_token, log_p, 0.0) - log_q)
-    return _bounded(torch.where(is_token, parts, 0.0).sum(-1).clamp(min=0.0), config)
+    return torch.where(is_token, parts, 0.0).sum(-1).clamp(min=0.0)
 
 
 def _floored(log_probs: torch.Tensor, config: DistillationLossConfig) -> torch.Tensor:
     return log_probs if config.log_prob_min_clamp is None else log_probs.clamp(min=config.log_prob_min_clamp)
 
 
-def _bounded(losses: torch.Tensor, config: DistillationLossConfig) -> torch.Tensor:
+def bounded(losses: torch.Tensor, config: DistillationLossConfig) -> torch.Tensor:
+    """The losses of tokens as they are learned from: within `loss_max_clamp`."""
     bound = config.loss_max_clamp
     return losses if bound is None else losses.clamp(-bound, bound)

@@ -132,6 +132,12 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/workers/engine/test_fsdp_checkpoint.py::test_a_run_goes_on_with_another_number_of_ranks",
         "tests/workers/test_fsdp_workers.py::test_a_group_on_ray_computes_trains_saves_loads_and_exports",
     ),
+    "tenants that vLLM samples for": (
+        "tests/tenants/test_vllm_sampler.py::test_eight_tenants_at_once_get_what_peft_computes_with_each_adapter",
+        "tests/tenants/test_vllm_sampler.py::test_more_versions_than_the_engine_holds_take_turns",
+        "tests/tenants/test_vllm_sampler.py::test_stops_seeds_and_scores_of_prompts_mean_what_they_mean_with_transformers",
+        "tests/tenants/test_vllm_sampler.py::test_a_version_that_is_not_what_its_record_says_does_not_serve",
+    ),
     "adapters alone": ("tests/weight_sync/test_adapters.py",),
     "rollout engines: transformers, vLLM and SGLang's Python": tuple(
         f"tests/workers/rollout/test_replica_contract.py::test_{name}[{engine}"

@@ -15,6 +15,7 @@ from verl.tenants.http import API, application
 from verl.tenants.sampler import InProcessSampler
 from verl.tenants.service import Service
 from verl.tenants.wire import CONTENT_TYPE, FLOAT32, INT64, MESSAGES
+from verl.tenants.worker import Worker
 
 NAME = "tiny"
 
@@ -25,13 +26,20 @@ class Refusal(Exception):
         self.status = status
 
 
+class NotYet(Exception):
+    pass
+
+
 class Server:
     """The service over HTTP, with a base model of its own."""
 
-    def __init__(self, model, output, *, keys=None, dtype=torch.float32, **options):
+    def __init__(self, model, output, *, keys=None, dtype=torch.float32, make_sampler=lambda own, base: own, **options):
+        """`make_sampler`: the sampler, of the one in this process and the base."""
         self.base = Base(model, dtype)
         settings = {"names": [NAME], "max_tenants": 8, "max_rank": 64, "alpha": 32} | options
-        self.service = Service(self.base, InProcessSampler(self.base), Checkpoints(output, NAME), **settings)
+        worker = Worker()
+        self.sampler = make_sampler(InProcessSampler(self.base, worker), self.base)
+        self.service = Service(self.base, self.sampler, Checkpoints(output, NAME), worker, **settings)
         self.http = TestClient(TestServer(application(self.service, keys)))
 
     async def __aenter__(self):
@@ -56,6 +64,8 @@ class Client:
     async def post(self, name, **content):
         headers = {"X-API-Key": self.key} | ({"Content-Type": CONTENT_TYPE} if "data" in content else {})
         async with self.http.post(API + name, headers=headers, **content) as response:
+            if response.status == 408:
+                raise NotYet
             if response.status != 200:
                 raise Refusal(response.status, await response.json())
             return await response.read() if response.content_type == CONTENT_TYPE else await response.json()
@@ -70,10 +80,18 @@ class Client:
             return await response.json()
 
     async def result(self, promise):
-        found = await self.call("retrieve_future", request_id=promise["request_id"])
+        while (found := await self.ready(promise)) is None:
+            pass
         if isinstance(found, dict) and "error" in found:
             raise Refusal(200, found)
         return found
+
+    async def ready(self, promise):
+        """None if the server says that it is not there yet, which it does after some seconds."""
+        try:
+            return await self.call("retrieve_future", request_id=promise["request_id"])
+        except NotYet:
+            return None
 
     async def done(self, name, **fields):
         return await self.result(await self.call(name, **fields))
@@ -84,9 +102,9 @@ class Client:
         made = await self.done("create_model", **asked, lora_config={"rank": rank, "seed": seed, **lora})
         return TenantClient(self, made["model_id"])
 
-    async def sample(self, sampler, number, prompt, **params):
+    async def submit_sample(self, sampler, number, prompt, **params):
         asked = {key: params.pop(key) for key in list(params) if key in OF_REQUEST}
-        promise = await self.call(
+        return await self.call(
             "asample",
             sampling_session_id=sampler,
             seq_id=number,
@@ -94,6 +112,11 @@ class Client:
             sampling_params=params,
             **asked,
         )
+
+    async def sample(self, sampler, number, prompt, **params):
+        return await self.sampled(await self.submit_sample(sampler, number, prompt, **params))
+
+    async def sampled(self, promise):
         message = MESSAGES["SampleResponse"]()
         message.ParseFromString(await self.result(promise))
         return message

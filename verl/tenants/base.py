@@ -66,7 +66,8 @@ class Base:
         embeddings: Any = self.model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
         self.context: int = getattr(self.model.config, "max_position_embeddings", None) or 2**31
-        self._layers = self._kinds()
+        self.layers = self._kinds()
+        """The names of the linear layers, by the fields of `Shape`."""
         self._numbers = itertools.count()
         self._adapters: set[str] = set()
 
@@ -97,7 +98,7 @@ class Base:
         """Add an adapter as peft initialises it after `torch.manual_seed(seed)`; returns its name."""
         from peft import LoraConfig
 
-        targets = [name for kind, names in self._layers.items() if getattr(shape, kind) for name in names]
+        targets = [name for kind, names in self.layers.items() if getattr(shape, kind) for name in names]
         config = LoraConfig(
             r=shape.rank,
             lora_alpha=shape.alpha,

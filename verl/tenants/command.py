@@ -4,9 +4,9 @@
 
 Each client trains an adapter of its own, with its own gradients and Adam state. Clients point at the server with
 TINKER_BASE_URL=http://127.0.0.1:8000 and any TINKER_API_KEY that begins with tml-. Saved versions are below --output:
-files of peft, named by their digest. Training and sampling both run on this machine's processor, in one thread, with
-transformers and peft; vLLM does not sample here yet. Ends with Ctrl-C or SIGTERM. Exit code 2: it could not start;
-130: ended by Ctrl-C or SIGTERM. docs/how-to/serve-adapters.md says what is served and what is refused.
+files of peft, named by their digest. Training runs on this machine's processor, in one thread, with transformers and
+peft; vLLM samples beside it, where it can. Ends with Ctrl-C or SIGTERM. Exit code 2: it could not start; 130: ended by
+Ctrl-C or SIGTERM. docs/how-to/serve-adapters.md says what is served and what is refused.
 """
 
 from __future__ import annotations
@@ -15,20 +15,29 @@ import argparse
 import asyncio
 import ipaddress
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from verl.checkpoint_engine.errors import CheckpointEngineError
+from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError
 from verl.checkpoint_engine.support.console import log_to_console
 from verl.utils.config import ConfigError
+from verl.workers.rollout.errors import RolloutError
+
+if TYPE_CHECKING:
+    from verl.tenants.base import Base
+    from verl.tenants.sampler import InProcessSampler, Sampler
+    from verl.tenants.worker import Worker
 
 KEY_PREFIX = "tml-"
 """The client refuses keys without it."""
 INTERRUPTED = 130
 DTYPES = ("float32", "bfloat16")
+AUTO, VLLM, TRANSFORMERS = SAMPLERS = ("auto", "vllm", "transformers")
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("verl.tenants.command")  # also where it is the main module
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m verl.tenants.command") -> int:
@@ -38,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m verl.
         return asyncio.run(_serve(options, _keys(options)))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ConfigError, CheckpointEngineError) as exc:
+    except (ConfigError, CheckpointEngineError, RolloutError) as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 2
 
@@ -90,8 +99,8 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
     from verl.tenants.base import Base
     from verl.tenants.checkpoints import Checkpoints
     from verl.tenants.http import application
-    from verl.tenants.sampler import InProcessSampler
     from verl.tenants.service import Service, served_names
+    from verl.tenants.worker import Worker
 
     if not (options.model / "config.json").is_file():
         raise ConfigError(f"--model {options.model} is no directory of a Hugging Face model: it has no config.json")
@@ -100,11 +109,15 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
     except OSError as exc:
         raise ConfigError(f"--output {options.output}: {exc}") from exc
     base = Base(options.model.resolve(), getattr(torch, options.dtype))
+    if options.max_context is not None:
+        base.context = min(base.context, options.max_context)
     names = served_names(options.model, options.name)
+    worker = Worker()
     service = Service(
         base,
-        InProcessSampler(base),
+        await _sampler(options, base, worker),
         Checkpoints(options.output, options.name or str(options.model.resolve())),
+        worker,
         names=names,
         max_tenants=options.max_tenants,
         max_rank=options.max_rank,
@@ -125,6 +138,44 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
         await runner.cleanup()
         service.close()
     return 0
+
+
+async def _sampler(options: argparse.Namespace, base: Base, worker: Worker) -> Sampler:
+    from verl.tenants.sampler import InProcessSampler
+
+    own = InProcessSampler(base, worker)
+    if options.sampler == TRANSFORMERS:
+        return own
+    try:
+        return await _vllm(options, base, own)
+    except (ConfigError, CheckpointEngineError, RolloutError) as exc:
+        if options.sampler == VLLM:
+            raise
+        logger.warning("transformers samples, in the thread that trains: %s", exc)
+        return own
+
+
+async def _vllm(options: argparse.Namespace, base: Base, own: InProcessSampler) -> Sampler:
+    """Raises ConfigError, BackendUnavailable or RolloutError, with the reason, if vLLM cannot sample."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        from verl.tenants.vllm_engine import VLLMEngine, why_not, why_not_every
+    except ImportError as exc:
+        raise BackendUnavailable(
+            f"--sampler vllm needs the package 'vllm': pip install 'verl-sync[cpu]' ({exc})"
+        ) from exc
+    from verl.tenants.engine_sampler import EngineSampler
+
+    why = why_not(base, options.max_rank) or (why_not_every(base) if options.sampler == AUTO else None)
+    if why is not None:
+        raise ConfigError(f"--sampler vllm: {why}")
+
+    def start() -> VLLMEngine:
+        return VLLMEngine(base, slots=options.max_tenants, max_rank=options.max_rank, kv_cache_gib=options.kv_cache_gib)
+
+    sampler = EngineSampler(start, own, base.tokenizer, base.vocabulary)
+    await sampler.start()
+    return sampler
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -171,6 +222,25 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="N",
         help="an adapter counts N / rank times (default: %(default)s)",
     )
+    parser.add_argument(
+        "--sampler",
+        choices=SAMPLERS,
+        default=AUTO,
+        help="auto: vllm if it can sample with every adapter of the model, else transformers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=_number(2, 2**31),
+        metavar="N",
+        help="tokens of a sequence (default: what the model takes)",
+    )
+    parser.add_argument(
+        "--kv-cache-gib",
+        type=_gibibytes,
+        default=1.0,
+        metavar="X",
+        help="memory of vLLM's cache, for at least one sequence of --max-context (default: %(default)s)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the base model (default: %(default)s)")
     return parser
 
@@ -182,6 +252,16 @@ def _number(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def _gibibytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
 
 
 if __name__ == "__main__":

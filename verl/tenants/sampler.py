@@ -1,15 +1,17 @@
 """Generation with a saved version of an adapter.
 
-`Sampler` is all that the service asks for, so that an engine of its own can take the place of `InProcessSampler`.
+`Sampler` is all that the service asks for. `InProcessSampler` is one on the base that is trained; `engine_sampler` has
+the one with an engine of its own.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from transformers import (
 from verl.tenants.base import Base, Shape
 from verl.tenants.checkpoints import Version
 from verl.tenants.wire import Likeliest, Sampled, written_samples
+from verl.tenants.worker import Worker
 
 LOADED = 4
 """Versions that are kept as adapters of the model."""
@@ -50,30 +53,70 @@ class Asked:
     likeliest_of_prompt: int = 0
     likeliest_of_samples: int = 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs or bool(self.likeliest_of_prompt)
+
+    def ended_by(self, tokens: list[int], decode: Callable[[list[int]], str]) -> bool:
+        """Whether the last of the sampled `tokens` ends a sample: a stop token, or what completes a stop string."""
+        if tokens[-1] in self.stop_tokens:
+            return True
+        text = decode(tokens) if self.stop_strings else ""
+        return any(string in text for string in self.stop_strings)
+
+
+Scored: TypeAlias = "tuple[np.ndarray | None, Likeliest | None]"
+"""Log-probs of a prompt's tokens [n], where they are asked for, and the likeliest ones. The first token has none."""
+
 
 class Sampler(Protocol):
-    """Called from one thread."""
+    """Its methods are called on the service's event loop."""
 
-    def sample(self, version: Version | None, asked: Asked) -> bytes:
+    def require(self, shape: Shape) -> None:
+        """Raises Refused, with the layers, for adapters of a shape that it cannot sample with."""
+
+    async def sample(self, version: Version | None, asked: Asked) -> bytes:
         """A SampleResponse of exactly this version, or of the base model. Log-probs are the model's own: before
         temperature, top-k and top-p. Raises Refused if the version's files have changed."""
 
+    def close(self) -> None:
+        """End what it has started. Requests that wait then are not answered."""
+
 
 class InProcessSampler:
-    """Generates with transformers, on the base that is trained, between calls of its tenants."""
+    """Generates with transformers, on the base that is trained and its thread, between calls of its tenants."""
 
-    def __init__(self, base: Base) -> None:
-        self._base = base
+    def __init__(self, base: Base, worker: Worker) -> None:
+        self._base, self._worker = base, worker
         self._loaded: OrderedDict[str, tuple[str, Shape]] = OrderedDict()
 
-    def sample(self, version: Version | None, asked: Asked) -> bytes:
-        name = None if version is None else self._adapter(version)
-        prompt, likeliest = None, None
-        with torch.no_grad(), self._base.using(name) as model:
-            if asked.prompt_logprobs or asked.likeliest_of_prompt:
-                prompt, likeliest = self._score(model, asked)
-            samples = self._generate(model, asked)
-        return written_samples(samples, prompt if asked.prompt_logprobs else None, likeliest)
+    def require(self, shape: Shape) -> None:
+        """Every adapter that is trained here is sampled here."""
+
+    async def sample(self, version: Version | None, asked: Asked) -> bytes:
+        return await self._worker.compute(lambda: self._sampled(version, asked))
+
+    async def score(self, version: Version | None, asked: Asked) -> Scored:
+        """What is asked of the prompt."""
+        return await self._worker.compute(lambda: self._scored(version, asked))
+
+    def close(self) -> None:
+        """The thread is the worker's."""
+
+    def _sampled(self, version: Version | None, asked: Asked) -> bytes:
+        scored = self._scored(version, asked)
+        with torch.no_grad(), self._using(version) as model:
+            return written_samples(self._generate(model, asked), *scored)
+
+    def _scored(self, version: Version | None, asked: Asked) -> Scored:
+        if not asked.scores_prompt:
+            return None, None
+        with torch.no_grad(), self._using(version) as model:
+            prompt, likeliest = self._score(model, asked)
+        return (prompt if asked.prompt_logprobs else None), likeliest
+
+    def _using(self, version: Version | None) -> AbstractContextManager[Any]:
+        return self._base.using(None if version is None else self._adapter(version))
 
     def _adapter(self, version: Version) -> str:
         """The model's adapter with this version: of those that are kept, or in the place of the longest unused one."""
@@ -162,15 +205,9 @@ class _Rows(StoppingCriteria):
                 self._logprobs[row].append(logprobs[token].item())
                 if self._asked.likeliest_of_samples:
                     self._likeliest[row].append(_likeliest(logprobs[None], self._asked.likeliest_of_samples))
-                if self._ends(self._tokens[row]):
+                if self._asked.ended_by(self._tokens[row], self._tokenizer.decode):
                     self._ended.add(row)
         return torch.tensor([row in self._ended for row in range(len(input_ids))])
-
-    def _ends(self, tokens: list[int]) -> bool:
-        if tokens[-1] in self._asked.stop_tokens:
-            return True
-        text = self._tokenizer.decode(tokens) if self._asked.stop_strings else ""
-        return any(string in text for string in self._asked.stop_strings)
 
     def samples(self) -> list[Sampled]:
         return [
@@ -178,13 +215,13 @@ class _Rows(StoppingCriteria):
                 tokens=np.array(tokens, dtype=np.int32),
                 logprobs=np.array(self._logprobs[row], dtype=np.float32),
                 stopped=row in self._ended,
-                likeliest=_joined(self._likeliest[row]) if self._asked.likeliest_of_samples else None,
+                likeliest=joined(self._likeliest[row]) if self._asked.likeliest_of_samples else None,
             )
             for row, tokens in enumerate(self._tokens)
         ]
 
 
-def _joined(parts: Sequence[Likeliest]) -> Likeliest:
+def joined(parts: Sequence[Likeliest]) -> Likeliest:
     tokens, logprobs = [each.tokens for each in parts], [each.logprobs for each in parts]
     return Likeliest(tokens=np.concatenate(tokens), logprobs=np.concatenate(logprobs))
 

@@ -61,6 +61,7 @@ class Service:
         base: Base,
         sampler: Sampler,
         checkpoints: Checkpoints,
+        worker: Worker,
         *,
         names: Collection[str],
         max_tenants: int,
@@ -75,9 +76,10 @@ class Service:
         self._max_tenants, self._max_rank, self._alpha = max_tenants, max_rank, alpha
         self._clock = clock
         self._sessions: dict[str, Session] = {}
-        self._worker = Worker()
+        self._worker = worker
 
     def close(self) -> None:
+        self._sampler.close()
         self._worker.close()
 
     # Sessions.
@@ -146,6 +148,7 @@ class Service:
         )
         if not (shape.attention or shape.mlp or shape.unembedding):
             raise Refused("lora_config trains nothing: one of train_attn, train_mlp, train_unembed is to be true")
+        self._sampler.require(shape)
         given = lora.seed()
         lora.end()
         seed = secrets.randbits(63) if given is None else given
@@ -292,6 +295,7 @@ class Service:
         else:
             session_id, model_number = asked.take("session_id", str), asked.number("model_seq_id", int, None, 0)
             found = self._checkpoints.find(owner, path)
+            self._sampler.require(found.shape)
             if optimizer:
                 found.require_optimizer()  # before a place is taken
             model = self._new_model(owner, session_id, model_number)
@@ -346,6 +350,8 @@ class Service:
         elif path is None:
             raise Refused("create_sampling_session needs base_model or model_path")
         version = None if path is None else self._checkpoints.find(owner, path)
+        if version is not None:
+            self._sampler.require(version.shape)
         sampler_id = f"{session_id}:sample:{number}"
         known = session.samplers.setdefault(sampler_id, version)
         if (known and known.digest) != (version and version.digest):
@@ -368,7 +374,7 @@ class Service:
         version = self._version(owner, sampler_id)
         asked = self._asked(fields)
         sequences = [f"{sampler_id}:{number}:{index}" for index in range(asked.number)]
-        request_id = self._worker.submit(
+        request_id = self._worker.begin(
             owner, sampler_id, number, _print(asked), lambda: self._sampler.sample(version, asked)
         )
         return {"request_id": request_id, "sample_sequence_ids": sequences}

@@ -1,14 +1,14 @@
-"""The thread that computes: work runs in the order in which it came, and its answers are kept for who asks again."""
+"""Work that is done once: in turn on the thread that computes, or beside it. Answers are kept for who asks again."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from verl.tenants.refused import Refused
 
@@ -17,6 +17,7 @@ KEPT = 2000
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Answer: TypeAlias = "bytes | dict[str, object]"
 """A message of `wire`, or a JSON object."""
 
@@ -25,7 +26,7 @@ Answer: TypeAlias = "bytes | dict[str, object]"
 class Request:
     owner: str
     fingerprint: str
-    answer: Future[Answer]
+    answer: asyncio.Future[Answer]
 
 
 class Worker:
@@ -37,16 +38,36 @@ class Worker:
         self._queues: dict[str, deque[str]] = {}
 
     def submit(self, owner: str, queue: str, number: int | str, fingerprint: str, work: Callable[[], Answer]) -> str:
-        """Have `work` done, once for each `queue` and `number`; returns the id of the request.
+        """Have `work` done on the thread, once for each `queue` and `number`; returns the id of the request.
 
         Raises Refused if the same number came before with other content.
         """
+        return self._once(owner, queue, number, fingerprint, lambda: self.compute(lambda: _answered(work)))
+
+    def begin(
+        self, owner: str, queue: str, number: int | str, fingerprint: str, work: Callable[[], Awaitable[Answer]]
+    ) -> str:
+        """As `submit`, for work that waits on this event loop: it goes on beside all other work."""
+        return self._once(owner, queue, number, fingerprint, lambda: asyncio.ensure_future(_awaited(work)))
+
+    def compute(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """What `work` returns or raises, done in its turn on the thread."""
+        return asyncio.wrap_future(self._thread.submit(work))
+
+    def _once(
+        self,
+        owner: str,
+        queue: str,
+        number: int | str,
+        fingerprint: str,
+        begin: Callable[[], asyncio.Future[Answer]],
+    ) -> str:
         request_id = f"{queue}:{number}"
         if (known := self._requests.get(request_id)) is not None:
             if known.fingerprint != fingerprint:
                 raise Refused(f"seq_id {number} of {queue} came before with other content")
             return request_id
-        self._requests[request_id] = Request(owner, fingerprint, self._thread.submit(_answered, work))
+        self._requests[request_id] = Request(owner, fingerprint, begin())
         kept = self._queues.setdefault(queue, deque())
         kept.append(request_id)
         if len(kept) > KEPT and self._requests[kept[0]].answer.done():
@@ -63,7 +84,7 @@ class Worker:
             raise Refused(
                 f"there is no request {request_id!r} of this key, or its answer is no longer kept", status=404
             )
-        done, _ = await asyncio.wait([asyncio.wrap_future(request.answer)], timeout=timeout_s)
+        done, _ = await asyncio.wait([request.answer], timeout=timeout_s)
         return next(iter(done)).result() if done else None
 
     def run(self, work: Callable[[], object]) -> None:
@@ -88,8 +109,19 @@ def _done(work: Callable[[], object]) -> None:
 def _answered(work: Callable[[], Answer]) -> Answer:
     try:
         return work()
-    except Refused as exc:
+    except Exception as exc:  # noqa: BLE001 - the server goes on for its other tenants
+        return _told(exc)
+
+
+async def _awaited(work: Callable[[], Awaitable[Answer]]) -> Answer:
+    try:
+        return await work()
+    except Exception as exc:  # noqa: BLE001 - as above
+        return _told(exc)
+
+
+def _told(exc: Exception) -> Answer:
+    if isinstance(exc, Refused):
         return {"error": str(exc), "category": "user"}
-    except Exception as exc:  # the server goes on for its other tenants
-        logger.exception("a request failed")
-        return {"error": f"{type(exc).__name__}: {exc}", "category": "server"}
+    logger.error("a request failed", exc_info=exc)
+    return {"error": f"{type(exc).__name__}: {exc}", "category": "server"}

@@ -1,8 +1,8 @@
-"""Assign CPU cores to vLLM workers. Pure."""
+"""Assign CPU cores to vLLM workers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 
 def assign_cores(cores: Sequence[int], *, replicas: int, ranks: int, replica: int) -> list[list[int]]:
@@ -23,3 +23,15 @@ def assign_cores(cores: Sequence[int], *, replicas: int, ranks: int, replica: in
 def omp_threads_bind(assigned: Sequence[Sequence[int]]) -> str:
     """The assignment in the syntax of `VLLM_CPU_OMP_THREADS_BIND`: `0,1|2,3`."""
     return "|".join(",".join(str(core) for core in cores) for cores in assigned)
+
+
+def bind_single_worker(environment: MutableMapping[str, str], cores: Sequence[int]) -> None:
+    """Have the only worker of an engine, which needs no process beside the engine core's, compute on `cores`.
+
+    The core takes its threads from the environment. vLLM would give the worker a process, unless told otherwise,
+    because it cannot know that this environment is in time.
+    """
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = omp_threads_bind([cores])
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    environment["OMP_NUM_THREADS"] = str(len(cores))
+    environment["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))

@@ -43,7 +43,8 @@ from verl.workers.rollout.records import (
 )
 from verl.workers.rollout.vllm import exact
 from verl.workers.rollout.vllm.adapter import ADAPTER_ID, ADAPTER_NAME, adapter_files, engine_rank
-from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
+from verl.workers.rollout.vllm.control import LIVENESS_S, controlled
+from verl.workers.rollout.vllm.cores import assign_cores, bind_single_worker, omp_threads_bind
 from verl.workers.rollout.vllm.pictures import prompt_with
 from verl.workers.rollout.vllm.refusals import told_in_a_line
 from verl.workers.rollout.vllm.salts import Salts, version_of
@@ -52,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LIVENESS_S = 0.5
-"""The interval at which a long control call checks that the engine core is alive."""
 TOLD_WITHIN_S, LOOK_S = 1.0, 0.02
 """The report of the dead worker comes up to TOLD_WITHIN_S after calls fail, if at all."""
 PATCHES_FROM_HERE = {
@@ -133,11 +132,7 @@ class VLLMEngine:
         return workers.kept_wide
 
     def _bind_threads(self) -> None:
-        """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes.
-
-        A single rank needs no process beside the engine core's, which takes its threads from the environment. vLLM
-        would give it one, unless told otherwise, because it cannot know that this environment is in time.
-        """
+        """Give each worker its own cores. Left alone, vLLM binds by NUMA node and refuses more workers than nodes."""
         spec = self._spec
         cores = assign_cores(
             sorted(os.sched_getaffinity(0)),
@@ -147,9 +142,7 @@ class VLLMEngine:
         )
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = omp_threads_bind(cores)
         if self._arguments().get("distributed_executor_backend") == "uni":
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            os.environ["OMP_NUM_THREADS"] = str(len(cores[0]))
-            os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores[0]))
+            bind_single_worker(os.environ, cores[0])
 
     def _arguments(self) -> dict[str, Any]:
         spec, config = self._spec, self._spec.config
@@ -415,19 +408,11 @@ class VLLMEngine:
         await self._control(llm.check_health() if self._activating else llm.get_weight_version())
 
     async def _control(self, call: Coroutine[Any, Any, T]) -> T:
-        """What vLLM answers to a control call, or ReplicaDied.
-
-        vLLM fails requests when its engine core dies, but a control call in flight then would wait for ever.
-        """
-        answer = asyncio.ensure_future(call)
+        """What vLLM answers to a control call, or ReplicaDied."""
         try:
-            while not (await asyncio.wait([answer], timeout=LIVENESS_S))[0]:
-                await self._running().check_health()
-            return answer.result()
+            return await controlled(self._running, call)
         except EngineDeadError as exc:
             raise ReplicaDied(f"{self._spec.name}: {self._died()}") from exc
-        finally:
-            answer.cancel()
 
     async def shutdown(self) -> None:
         llm, self._llm, self._serves = self._llm, None, None

@@ -24,20 +24,23 @@ _CACHE_ON_CPU = re.compile("gpu_memory_utilization|kv-cache-memory-bytes")
 
 
 @contextmanager
-def told_in_a_line(name: str, device: str) -> Iterator[None]:
+def told_in_a_line(
+    name: str, device: str, more_cache: str = "actor_rollout_ref.rollout.cpu_kvcache_gib"
+) -> Iterator[None]:
     """The block that starts vLLM for replica `name`. Raises ConfigError for settings that vLLM refuses, RolloutError
-    with the error that a process of it logged."""
+    with the error that a process of it logged. `more_cache`: what sets the memory of its cache on a CPU."""
+    remedy = f" (on cpu: {more_cache})" if device == "cpu" else ""
     begin = {file: file.stat().st_size for file in _log_files()}
     try:
         yield
     except ValueError as exc:
-        raise _refused(name, device, _message(exc)) from exc
+        raise _refused(name, _message(exc), remedy) from exc
     except RuntimeError as exc:
         logged = next(filter(None, (_first_error(file, offset) for file, offset in begin.items())), None)
         if logged is None:
             raise RolloutError(f"{name}: vLLM did not start: {exc}") from exc
         if logged["type"] == "ValueError":
-            raise _refused(name, device, logged["text"]) from exc
+            raise _refused(name, logged["text"], remedy) from exc
         raise RolloutError(f"{name}: vLLM did not start: {logged['type']}: {logged['text']}") from exc
 
 
@@ -60,8 +63,6 @@ def _message(exc: ValueError) -> str:
     return str(exc)
 
 
-def _refused(name: str, device: str, text: str) -> ConfigError:
-    remedy = ""
-    if device == "cpu" and _CACHE_ON_CPU.search(text):
-        remedy = " (on cpu: actor_rollout_ref.rollout.cpu_kvcache_gib)"
-    return ConfigError(f"{name}: vLLM refuses its settings: {text}{remedy}")
+def _refused(name: str, text: str, remedy: str) -> ConfigError:
+    """`remedy`: for a cache that is too small."""
+    return ConfigError(f"{name}: vLLM refuses its settings: {text}{remedy if _CACHE_ON_CPU.search(text) else ''}")

@@ -255,7 +255,7 @@ def steps(given: dict[str, Any], options: dict[str, Any], log: Path) -> list[dic
         total_training_steps=len(given["batches"]),
         train_dataloader=[row] * len(given["batches"]),
         train_dataset=object(),
-        kl_ctrl_in_reward=core_algos.FixedKLController(0.1),
+        kl_ctrl_in_reward=core_algos.get_kl_controller(config.algorithm.kl_ctrl),
         _dump_executor=SimpleNamespace(_shutdown=False),
     ).fit()
     return [json.loads(line)["data"] for line in log.read_text().splitlines()]

@@ -70,8 +70,14 @@ ODD = {
 """A micro-batch is a whole mini-batch."""
 REJECTING = {**PPO, f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.75_1.5"}
 CLIP = 0.05
-OF_VERL = {"critic.enable": True, "actor_rollout_ref.actor.optim.clip_grad": CLIP, "critic.optim.clip_grad": CLIP}
-OF_OURS = {"actor_rollout_ref.actor.grad_clip": CLIP, "critic.grad_clip": CLIP, "algorithm.kl_ctrl.kl_coef": 0.1}
+COEFFICIENT = {"algorithm.kl_ctrl.kl_coef": 0.1}
+OF_VERL = {
+    "critic.enable": True,
+    "actor_rollout_ref.actor.optim.clip_grad": CLIP,
+    "critic.optim.clip_grad": CLIP,
+    **COEFFICIENT,
+}
+OF_OURS = {"actor_rollout_ref.actor.grad_clip": CLIP, "critic.grad_clip": CLIP, **COEFFICIENT}
 RUNS = [GRPO, *(run | OF_VERL for run in (PPO, ODD, REJECTING))]
 OUR_RUNS = [GRPO, *(run | OF_OURS for run in (PPO, ODD, REJECTING))]
 
@@ -109,7 +115,7 @@ def batch(seed: int, *, empty: Sequence[int] = (), masked: Sequence[int] = ()) -
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
     """(verl's, ours): by run and step."""
     policy, critic = (tmp_path_factory.mktemp(name) for name in ("policy", "critic"))
-    _write_models(policy, critic)
+    write_models(policy, critic)
     whole = [batch(0), batch(1)]
     odd = [batch(0, empty=(2,), masked=(5,)), batch(1, empty=(0, 1, 2), masked=(3,))]
     given = {"policy": str(policy), "critic": str(critic), "batches": [whole, whole, odd, whole]}
@@ -119,7 +125,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]
     return verls, computed("take_our_steps.py", {**given, "runs": options}, OURS)
 
 
-def _write_models(policy: Path, critic: Path) -> None:
+def write_models(policy: Path, critic: Path) -> None:
     config = Qwen2Config(vocab_size=VOCABULARY, num_labels=1, **SIZES)
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(policy)

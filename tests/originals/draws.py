@@ -147,4 +147,4 @@ def groups(draw: Random, count: int) -> Iterator[tuple[Any, ...]]:
         for _ in range(draw.randint(1, 8)):
             values = draw.choice(([0.0, 1.0], [draw.randint(0, 99) / 100], [draw.uniform(-1, 1)], [0.1, 0.1 + 1e-6]))
             made.append([draw.choice(values) for _ in range(draw.randint(1, 10))])
-        yield "filter", "two groups", draw.choice(("seq_reward", "acc")), made
+        yield "filter", "two groups", draw.choice(("reward", "acc")), made

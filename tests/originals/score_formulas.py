@@ -239,7 +239,7 @@ def filtered(_: Batch, metric: str, groups: list[list[float]]) -> Numbers:
         found: dict[str, Any] = {"finished_keys": finished, "_dapo_classification_cache": {}}
         found["partitions"] = dict.fromkeys(earned, {"status": "finished"})
         buffer.__dict__.update({name: {"train": value} for name, value in found.items()})
-        buffer.filter_groups_metric = "reward" if metric == "seq_reward" else metric
+        buffer.filter_groups_metric = metric
         vars(place)["tq"] = SimpleNamespace(kv_batch_get=stored)  # its store, which is a server
         dropped, _counts = buffer._dapo_filtered_keys("train")
         return {"kept": sorted(map(int, finished - dropped))}
@@ -251,7 +251,7 @@ def filtered(_: Batch, metric: str, groups: list[list[float]]) -> Numbers:
         {"responses": torch.zeros(len(earned), 1)},
         {"uid": np.array([key.split("_")[0] for key in earned], dtype=object)},
     )
-    info = {} if metric == "seq_reward" else {metric: list(earned.values())}
+    info: dict[str, Any] = {metric: [0.0] * len(earned) if metric == "reward" else list(earned.values())}
     scores = torch.tensor(list(earned.values())).unsqueeze(-1)
     filling: Any = DynamicBatch(metric=metric, wanted=0, max_batches=1)
     kept = filling.add(batch, RewardOutput(reward_tensor=scores, responses=[""] * len(earned), extra_info=info))

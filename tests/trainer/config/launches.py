@@ -222,7 +222,7 @@ LAUNCHES = (
     Launch(
         "dynamic sampling without a metric",
         "hybrid",
-        f"{GRPO} algorithm.filter_groups.enable=True",
+        f"{GRPO} algorithm.filter_groups.enable=True algorithm.filter_groups.metric=null",
         refused="filter_groups.metric",
     ),
     Launch("loggers", "hybrid", f"{GRPO} trainer.logger=[console,file]"),

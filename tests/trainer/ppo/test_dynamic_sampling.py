@@ -76,6 +76,11 @@ def test_a_function_that_returns_a_score_alone_has_it_as_acc():
     assert metric_values(reward, "acc") == metric_values(reward, "seq_reward") == [1.0, 0.0]
 
 
+def test_the_metric_reward_is_what_is_learned_from_whatever_the_function_calls_so():
+    _, reward = generated([(1.0, 0.0)], reward=[0.5, 0.5])
+    assert metric_values(reward, "reward") == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("extra", [{}, {"f1": [0.5, None]}, {"f1": [0.5, float("nan")]}, {"f1": ["a", "b"]}], ids=str)
 def test_a_metric_that_no_response_has_is_named(extra):
     _, reward = generated([(1.0, 0.0)], **extra)

@@ -21,7 +21,9 @@ from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import RewardError, RewardOutput
 
 KEY = "algorithm.filter_groups"
-OF_REWARDS = ("score", "seq_reward", "seq_final_reward")
+REWARD = "reward"
+"""The metric that is the reward, whatever the reward function tells beside it."""
+OF_REWARDS = (REWARD, "score", "seq_reward", "seq_final_reward")
 """Metrics that mean the reward itself; any other names a number that the reward function returns."""
 logger = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class DynamicBatch:
 
 def metric_values(reward: RewardOutput, metric: str) -> list[float]:
     """One number per response. Raises RewardError for a metric that the reward function does not return."""
-    found = reward.extra_info.get(metric)
+    found = reward.extra_info.get(metric) if metric != REWARD else None
     if found is None and metric in (*OF_REWARDS, "acc"):  # of a function that returns its score alone
         return [float(score) for score in reward.reward_tensor.sum(-1)]
     numbers = [as_float(value) for value in found or [None]]

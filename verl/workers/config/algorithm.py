@@ -132,7 +132,7 @@ class FilterGroupsConfig(Section):
 
     enable: bool = option(False, "leave out groups whose responses all have the same metric")
     metric: str | None = option(
-        None, "acc, score, seq_reward, seq_final_reward, or a number in the dict of the reward function"
+        "reward", "reward, acc, score, seq_reward, seq_final_reward, or a number in the dict of the reward function"
     )
     max_num_gen_batches: int = option(
         0,

@@ -85,6 +85,11 @@ def warnings(config: PPOConfig) -> Iterator[str]:
             "prompt are identical, so best and maj are meaningless; set val_kwargs.do_sample=true and "
             "val_kwargs.temperature"
         )
+    elif validation.temperature > 0 and not validation.do_sample:
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature:g} has no effect, as validation "
+            "is greedy with do_sample=false; verl 0.9 samples all the same: for that set val_kwargs.do_sample=true"
+        )
 
 
 def estimators(config: PPOConfig) -> Iterator[str]:

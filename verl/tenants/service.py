@@ -1,4 +1,4 @@
-"""The calls of the Tinker protocol: sessions, adapters in training, samplers. Each belongs to the key that made it."""
+"""The calls of the Tinker protocol on adapters in training, their versions and samplers."""
 
 from __future__ import annotations
 
@@ -6,51 +6,24 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from verl.tenants import losses
 from verl.tenants.base import Base, Shape
 from verl.tenants.checkpoints import Checkpoints, Version, checked_name
 from verl.tenants.fields import Fields
 from verl.tenants.refused import Refused
+from verl.tenants.sample_requests import read_asked
 from verl.tenants.sampler import Asked, Sampler
+from verl.tenants.sessions import Model, Sessions
 from verl.tenants.tenant import Tenant
 from verl.tenants.wire import Batch, read_batch
 from verl.tenants.worker import Answer, Worker
 
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 """The protocol's AdamParams and their defaults."""
-MOST_SAMPLES, MOST_LIKELIEST = 128, 20
-IDLE_S = 600.0
-"""A session that was not heard of for so long gives its adapters up, if another one needs their place."""
-
-
-@dataclass(kw_only=True)
-class Model:
-    """An adapter in training, as the event loop knows it."""
-
-    model_id: str
-    shape: Shape | None = None
-    """None until a version that it starts from is read."""
-    tenant: Tenant | None = None
-    """Set, like `shape`, by the worker when it makes it."""
-    last: int = 0
-    """The newest seq_id."""
-    heard: float = 0.0
-
-
-@dataclass(kw_only=True)
-class Session:
-    owner: str
-    heard: float
-    models: dict[str, Model] = field(default_factory=dict)
-    samplers: dict[str, Version | None] = field(default_factory=dict)
 
 
 class Service:
@@ -73,10 +46,9 @@ class Service:
         self.name = next(iter(names))
         self._names = set(names)
         self._base, self._sampler, self._checkpoints = base, sampler, checkpoints
-        self._max_tenants, self._max_rank, self._alpha = max_tenants, max_rank, alpha
-        self._clock = clock
-        self._sessions: dict[str, Session] = {}
+        self._max_rank, self._alpha = max_rank, alpha
         self._worker = worker
+        self._sessions = Sessions(worker, max_tenants=max_tenants, clock=clock)
 
     def close(self) -> None:
         self._sampler.close()
@@ -94,41 +66,16 @@ class Service:
         return {"supported_models": [model]}
 
     def create_session(self, owner: str) -> dict[str, Any]:
-        session_id = f"session-{secrets.token_hex(12)}"
-        self._sessions[session_id] = Session(owner=owner, heard=self._clock())
-        return {"type": "create_session", "session_id": session_id}
+        return {"type": "create_session", "session_id": self._sessions.create(owner)}
 
     def heartbeat(self, owner: str, asked: Fields) -> dict[str, Any]:
-        self._session(owner, asked.take("session_id", str))
+        self._sessions.find(owner, asked.take("session_id", str))
         return {"type": "session_heartbeat"}
 
     def finish(self, owner: str, session_id: str) -> dict[str, Any]:
         """Give up the adapters and samplers of a session. What was saved stays."""
-        self._session(owner, session_id)
-        self._end(session_id)
+        self._sessions.end(owner, session_id)
         return {}
-
-    def _session(self, owner: str, session_id: str) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None or session.owner != owner:
-            raise Refused(f"there is no session {session_id!r} of this key, or it has ended", status=404)
-        session.heard = self._clock()
-        return session
-
-    def _end(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id)
-        for queue in (*session.models, *session.samplers):
-            self._worker.forget(queue)
-        for model in session.models.values():
-            self._worker.run(partial(_close, model))
-
-    def _model(self, owner: str, model_id: str) -> Model:
-        session = self._sessions.get(model_id.partition(":")[0])
-        model = session.models.get(model_id) if session and session.owner == owner else None
-        if session is None or model is None:
-            raise Refused(f"there is no model {model_id!r} of this key, or its session has ended", status=404)
-        session.heard = self._clock()
-        return model
 
     # Adapters in training.
 
@@ -152,7 +99,7 @@ class Service:
         given = lora.seed()
         lora.end()
         seed = secrets.randbits(63) if given is None else given
-        model = self._new_model(owner, session_id, number)
+        model = self._sessions.new_model(owner, session_id, number)
 
         def make() -> Answer:
             model.tenant = Tenant(self._base, shape, seed)
@@ -161,30 +108,8 @@ class Service:
         model.shape = model.shape or shape
         return self._promise(owner, model, 0, _print(shape, given), make)
 
-    def _new_model(self, owner: str, session_id: str, number: int) -> Model:
-        """The model of this number of the session: a new one, or the one that was asked for before."""
-        session = self._session(owner, session_id)
-        model_id = f"{session_id}:train:{number}"
-        if model_id in session.models:
-            return session.models[model_id]
-        for idle in [
-            key for key, each in self._sessions.items() if self._clock() - each.heard > IDLE_S and each.models
-        ]:
-            if self._number_of_models() >= self._max_tenants:
-                self._end(idle)
-        if self._number_of_models() >= self._max_tenants:
-            raise Refused(
-                f"{self._max_tenants} adapters are in training, which is the limit; end a session, or start the server"
-                " with a larger --max-tenants",
-                status=403,
-            )
-        return session.models.setdefault(model_id, Model(model_id=model_id))
-
-    def _number_of_models(self) -> int:
-        return sum(len(session.models) for session in self._sessions.values())
-
     def info(self, owner: str, asked: Fields) -> dict[str, Any]:
-        model = self._model(owner, asked.take("model_id", str))
+        model = self._sessions.model(owner, asked.take("model_id", str))
         return {
             "type": "get_info",
             "model_id": model.model_id,
@@ -200,7 +125,7 @@ class Service:
 
     def forward_backward(self, owner: str, body: bytes) -> dict[str, Any]:
         batch = read_batch(body)
-        model = self._model(owner, batch.model_id)
+        model = self._sessions.model(owner, batch.model_id)
         try:
             losses.check(batch, vocabulary=self._base.vocabulary, context=self._base.context)
         except Refused as exc:
@@ -215,7 +140,7 @@ class Service:
             self._worker.run(lambda: _of(model).spoil(why))
 
     def optim_step(self, owner: str, asked: Fields) -> dict[str, Any]:
-        model, number = self._model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
+        model, number = self._sessions.model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
         if (other := asked.anything("optimizer_params")) is not None:
             raise Refused(f"optimizer_params {other!r:.80} are not served, only AdamParams")
         given = Fields(asked.take("adam_params", dict), "adam_params")
@@ -241,7 +166,7 @@ class Service:
     # Versions.
 
     def save_weights(self, owner: str, asked: Fields) -> dict[str, Any]:
-        model, number = self._model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
+        model, number = self._sessions.model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
         name, overwrite = checked_name(asked.take("path", str)), asked.take("overwrite", bool, False)
         asked.without_effect("ttl_seconds", "user_metadata", "type")
         asked.end()
@@ -254,7 +179,7 @@ class Service:
         return self._promise(owner, model, number, _print(name, overwrite), save)
 
     def save_weights_for_sampler(self, owner: str, asked: Fields) -> dict[str, Any]:
-        model, number = self._model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
+        model, number = self._sessions.model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
         given, sampler = asked.maybe("path", str), asked.maybe("sampling_session_seq_id", int)
         if (kind := asked.take("kind", str, "snapshot")) != "snapshot":
             raise Refused(f"kind={kind} is not served, only snapshot: a sampler has one version for good")
@@ -264,7 +189,7 @@ class Service:
         asked.end()
         name = None if given is None else checked_name(given)
         session_id = model.model_id.partition(":")[0]
-        session = self._session(owner, session_id)
+        session = self._sessions.find(owner, session_id)
         sampler_id = f"{session_id}:sample:{sampler}"
 
         def save() -> Answer:
@@ -291,14 +216,14 @@ class Service:
         asked.without_effect("user_metadata", "type")
         model_id, number = asked.maybe("model_id", str), 0
         if model_id is not None:
-            model, number = self._model(owner, model_id), asked.number("seq_id", int, None, 1)
+            model, number = self._sessions.model(owner, model_id), asked.number("seq_id", int, None, 1)
         else:
             session_id, model_number = asked.take("session_id", str), asked.number("model_seq_id", int, None, 0)
             found = self._checkpoints.find(owner, path)
             self._sampler.require(found.shape)
             if optimizer:
                 found.require_optimizer()  # before a place is taken
-            model = self._new_model(owner, session_id, model_number)
+            model = self._sessions.new_model(owner, session_id, model_number)
         asked.end()
 
         def load() -> Answer:
@@ -327,7 +252,7 @@ class Service:
         }
 
     def training_run(self, owner: str, model_id: str) -> dict[str, Any]:
-        model = self._model(owner, model_id)
+        model = self._sessions.model(owner, model_id)
         return {
             "training_run_id": model_id,
             "base_model": self.name,
@@ -344,7 +269,7 @@ class Service:
         base_model, path = asked.maybe("base_model", str), asked.maybe("model_path", str)
         asked.without_effect("type")
         asked.end()
-        session = self._session(owner, session_id)
+        session = self._sessions.find(owner, session_id)
         if base_model is not None:
             self._check_base(base_model)
         elif path is None:
@@ -359,66 +284,18 @@ class Service:
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     def sampler_info(self, owner: str, sampler_id: str) -> dict[str, Any]:
-        version = self._version(owner, sampler_id)
+        version = self._sessions.version(owner, sampler_id)
         return {"sampler_id": sampler_id, "base_model": self.name, "model_path": version and version.path}
-
-    def _version(self, owner: str, sampler_id: str) -> Version | None:
-        session = self._sessions.get(sampler_id.partition(":")[0])
-        if session is None or session.owner != owner or sampler_id not in session.samplers:
-            raise Refused(f"there is no sampler {sampler_id!r} of this key, or its session has ended", status=404)
-        session.heard = self._clock()
-        return session.samplers[sampler_id]
 
     def sample(self, owner: str, fields: Fields) -> dict[str, Any]:
         sampler_id, number = fields.take("sampling_session_id", str), fields.number("seq_id", int, None, 0)
-        version = self._version(owner, sampler_id)
-        asked = self._asked(fields)
+        version = self._sessions.version(owner, sampler_id)
+        asked = read_asked(fields, self._base)
         sequences = [f"{sampler_id}:{number}:{index}" for index in range(asked.number)]
         request_id = self._worker.begin(
             owner, sampler_id, number, _print(asked), lambda: self._sampler.sample(version, asked)
         )
         return {"request_id": request_id, "sample_sequence_ids": sequences}
-
-    def _asked(self, fields: Fields) -> Asked:
-        prompt = _prompt(fields.take("prompt", dict), self._base.vocabulary)
-        params = Fields(fields.take("sampling_params", dict), "sampling_params")
-        room = self._base.context - len(prompt)
-        if not len(prompt) or room < 1:
-            raise Refused(f"the prompt has {len(prompt)} tokens; the model takes 1 to {self._base.context - 1}")
-        tokens, strings = self._stops(params.anything("stop"))
-        last = fields.maybe("prompt_logprobs_last_n", int)
-        asked = Asked(
-            prompt=prompt,
-            number=fields.number("num_samples", int, 1, 1, MOST_SAMPLES),
-            max_tokens=params.number("max_tokens", int, room, 1, room),
-            temperature=params.number("temperature", float, 1.0, 0.0),
-            top_k=params.number("top_k", int, -1, -1),
-            top_p=params.number("top_p", float, 1.0, 1e-9, 1.0),
-            seed=params.seed(),
-            stop_tokens=tokens,
-            stop_strings=strings,
-            prompt_logprobs=fields.take("prompt_logprobs", bool, False),
-            prompt_logprobs_last=last,
-            likeliest_of_prompt=fields.number("topk_prompt_logprobs", int, 0, 0, MOST_LIKELIEST),
-            likeliest_of_samples=fields.number("topk_sample_logprobs", int, 0, 0, MOST_LIKELIEST),
-        )
-        if last is not None and not 1 <= last < len(prompt):
-            raise Refused(f"prompt_logprobs_last_n={last} is not from 1 to {len(prompt) - 1}")
-        params.end()
-        fields.without_effect("type")
-        fields.end()
-        return asked
-
-    def _stops(self, stop: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Tokens and strings; the model's own end is one of them, but for an empty list."""
-        given = [stop] if isinstance(stop, str) else [] if stop is None else stop
-        if not isinstance(given, list) or not all(
-            type(each) is int or (isinstance(each, str) and each) for each in given
-        ):
-            raise Refused(f"sampling_params.stop is a string, or a list of strings or of tokens, not {stop!r:.80}")
-        tokens = [each for each in given if isinstance(each, int)]
-        own = [] if stop == [] else self._base.ends
-        return (*tokens, *own), tuple(each for each in given if isinstance(each, str))
 
     # Answers.
 
@@ -436,29 +313,10 @@ class Service:
             raise Refused(f"optimizer {given.get('type')!r} is not served, only adamw")
 
 
-def _close(model: Model) -> None:
-    if model.tenant is not None:
-        model.tenant.close()
-
-
 def _of(model: Model) -> Tenant:
     if model.tenant is None:
         raise Refused(f"{model.model_id} could not be made; its first request says why")
     return model.tenant
-
-
-def _prompt(given: dict[str, Any], vocabulary: int) -> np.ndarray:
-    chunks = given.get("chunks")
-    if not isinstance(chunks, list) or not all(isinstance(each, dict) for each in chunks):
-        raise Refused("prompt.chunks is a list of objects")
-    if other := [each.get("type") for each in chunks if each.get("type", "encoded_text") != "encoded_text"]:
-        raise Refused(f"prompt has a chunk of type {other[0]!r}; text alone is served")
-    lists = [each.get("tokens") for each in chunks]
-    if not all(isinstance(each, list) and all(type(token) is int for token in each) for each in lists):
-        raise Refused("prompt has a chunk whose tokens are no list of integers")
-    tokens = [token for each in lists for token in each]
-    losses.check_tokens(tokens, vocabulary, "prompt")
-    return np.array(tokens, dtype=np.int64)
 
 
 def _print(*content: Any) -> str:

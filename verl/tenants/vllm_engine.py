@@ -230,7 +230,7 @@ def _params(drawing: Drawing) -> SamplingParams:
         top_p=drawing.top_p,
         seed=drawing.seed,
         logprobs=drawing.likeliest,
-        stop_token_ids=sorted(set(drawing.stop_tokens)),
+        stop_token_ids=sorted({token for token in drawing.stop_tokens if 0 <= token < 2**31}),  # others never come
         ignore_eos=True,  # the model's end tokens are stop tokens
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if drawing.stream else RequestOutputKind.FINAL_ONLY,

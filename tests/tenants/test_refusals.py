@@ -417,3 +417,38 @@ def test_a_server_that_cannot_start_says_why_in_one_line(model, tmp_path, monkey
     assert told.startswith("error: ")
     assert message in told
     assert "\n" not in told
+
+
+async def test_owners_list_and_delete_their_own_versions_alone(model, tmp_path):
+    async with Server(model, tmp_path, keys={"tml-ann": "ann", "tml-bob": "bob"}) as server:
+        ann, bob = await server.client("tml-ann"), await server.client("tml-bob")
+        tenant, other = await ann.tenant(), await bob.tenant()
+        paths = [await tenant.save("one"), await tenant.save("two", "save_weights_for_sampler")]
+        theirs = await other.save("one")
+        listed = await ann.get("checkpoints?limit=1&offset=1")
+        assert [each["tinker_path"] for each in listed["checkpoints"]] == paths[:1]
+        assert listed["cursor"] == {"offset": 1, "limit": 1, "total_count": 2}
+        of_run = (await ann.get(f"training_runs/{tenant.model_id}/checkpoints"))["checkpoints"]
+        assert [(each["checkpoint_id"], each["checkpoint_type"]) for each in of_run] == [
+            ("sampler_weights/two", "sampler"),
+            ("weights/one", "training"),
+        ]
+        assert (
+            of_run[1]["size_bytes"] > (adapter_of(tmp_path, paths[0], "ann") / "optimizer.safetensors").stat().st_size
+        )
+        assert (await ann.get(f"training_runs/{other.model_id}/checkpoints"))["checkpoints"] == []
+        for path in (theirs, "tinker://..%2F..%2Fbob/weights/one", "tinker://*/weights/one"):
+            with pytest.raises(Refusal, match="there are no weights .* of this key"):
+                await ann.delete(path)
+        asked = {"session_id": ann.session, "sampling_session_seq_id": 0, "model_path": paths[1]}
+        sampler = (await ann.call("create_sampling_session", **asked))["sampling_session_id"]
+        for path in paths:
+            await ann.delete(path)
+            assert not adapter_of(tmp_path, path, "ann").exists()
+        assert (await ann.get("checkpoints"))["checkpoints"] == []
+        assert len((await bob.get("checkpoints"))["checkpoints"]) == 1
+        with pytest.raises(Refusal, match=r"tinker://\S+/sampler_weights/two was deleted"):
+            await ann.sample(sampler, 0, PROMPT, max_tokens=1)
+        assert await tenant.save("one") == paths[0]
+        with pytest.raises(Refusal, match="limit='x' is no number of checkpoints"):
+            await ann.get("checkpoints?limit=x")

@@ -85,6 +85,9 @@ async def test_a_program_of_tinkers_client_gets_the_numbers_of_a_plain_loop(mode
                     np.testing.assert_allclose(prompt[1:], wanted[:3], atol=1e-4)
     assert told["custom"]["mine"] == 2.0
     assert told["restored"][0] != told["restored"][1]
+    assert {told["state"], told["sampler"]} < set(told["listed"])
+    assert told["sampler"] in told["left"]
+    assert set(told["left"]) < set(told["listed"]) - {told["state"]}
     wanted = (
         "NotFoundError: .*base_model 'other/model' is not served; 'tiny' is",
         "BadRequestError: .*lora_config.rank=1000 is not from 1 to 64",

@@ -67,5 +67,10 @@ told["refused"] = [
     refused(lambda: client.optim_step(adam)),
     refused(lambda: service.create_sampling_client(model_path="tinker://none/weights/x")),
 ]
+rest = service.create_rest_client()
+told["listed"] = [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints]
+rest.delete_checkpoint_from_tinker_path(told["state"]).result()
+run = told["state"].removeprefix("tinker://").partition("/")[0]
+told["left"] = [each.tinker_path for each in rest.list_checkpoints(run).result().checkpoints]
 service.close("success").result()
 print(json.dumps(told))

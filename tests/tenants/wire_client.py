@@ -86,6 +86,13 @@ class Client:
             raise Refusal(200, found)
         return found
 
+    async def delete(self, path):
+        run, _, checkpoint = path.removeprefix("tinker://").partition("/")
+        where = f"{API}training_runs/{run}/checkpoints/{checkpoint}"
+        async with self.http.delete(where, headers={"X-API-Key": self.key}) as response:
+            if response.status != 204:
+                raise Refusal(response.status, await response.json())
+
     async def ready(self, promise):
         """None if the server says that it is not there yet, which it does after some seconds."""
         try:

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,20 @@ class Version:
     """Since the epoch."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Raises Refused if the files are no longer those of the digest."""
-        data, digest = _read(self.directory)
+        """Raises Refused if the files are no longer those of the digest, or deleted."""
+        try:
+            data, digest = _read(self.directory)
+        except FileNotFoundError as exc:
+            raise Refused(f"{self.path} was deleted", status=404) from exc
         if digest != self.digest:
             raise Refused(
                 f"{self.path}: its files have the digest {digest[:16]}, not {self.digest[:16]} as when it was named"
             )
         return load(data)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.directory.iterdir())
 
     def require_optimizer(self) -> Path:
         """The file of its Adam state. Raises Refused if there is none."""
@@ -99,7 +107,7 @@ class Checkpoints:
 
         The same bytes may be saved twice. Raises Refused for a name that is taken by others.
         """
-        folder = self._output / owner / run.replace(":", "_") / kind
+        folder = self._output / owner / _folder(run) / kind
         folder.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
         try:
@@ -133,7 +141,7 @@ class Checkpoints:
         """Raises Refused for a path that leads to no version of this owner."""
         run, _, rest = path.removeprefix(SCHEME).partition("/")
         kind, _, name = rest.partition("/")
-        folder = run.replace(":", "_")
+        folder = _folder(run)
         directory = self._output / owner / folder / kind / name
         wrong = (
             not path.startswith(SCHEME) or kind not in KINDS or not (NAME.fullmatch(name) and NAME.fullmatch(folder))
@@ -150,6 +158,35 @@ class Checkpoints:
             shape=Shape(**record["shape"]),
             created_s=record["created_s"],
         )
+
+    def versions(self, owner: str, run: str | None = None) -> list[Version]:
+        """The versions of an owner, or of a training run of it, the newest first."""
+        runs = "*" if run is None else _folder(run)
+        if run is not None and not NAME.fullmatch(runs):
+            return []
+        found = []
+        for record in (self._output / owner).glob(f"{runs}/*/*/{RECORD}"):
+            folder, kind, name = record.relative_to(self._output / owner).parts[:3]
+            if NAME.fullmatch(name):  # others are being written, or deleted
+                with suppress(Refused):  # deleted meanwhile, or of another base model
+                    found.append(self.find(owner, f"{SCHEME}{_run(folder)}/{kind}/{name}"))
+        return sorted(found, key=lambda version: version.created_s, reverse=True)
+
+    def delete(self, owner: str, path: str) -> None:
+        """The version is gone at once, whole. Raises Refused for a path that leads to no version of this owner."""
+        directory = self.find(owner, path).directory
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=directory.parent))
+        directory.rename(draft / "deleted")
+        sync_to_disk(directory.parent)
+        shutil.rmtree(draft)
+
+
+def _folder(run: str) -> str:
+    return run.replace(":", "_")
+
+
+def _run(folder: str) -> str:
+    return folder.replace("_", ":")
 
 
 def checked_name(name: str) -> str:

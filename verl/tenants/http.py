@@ -58,6 +58,9 @@ def application(service: Service, keys: Mapping[str, str] | None = None) -> web.
     }
     for name, call in calls.items():
         app.router.add_post(API + name, api.of_body(call))
+    app.router.add_get(f"{API}checkpoints", api.checkpoints)
+    app.router.add_get(f"{API}training_runs/{{id}}/checkpoints", api.checkpoints)
+    app.router.add_delete(f"{API}training_runs/{{id}}/checkpoints/{{checkpoint:.+}}", api.delete_checkpoint)
     app.router.add_post(f"{API}sessions/{{id}}/finish", api.of_path(service.finish))
     app.router.add_post(f"{API}forward_backward", api.train)
     app.router.add_post(f"{API}retrieve_future", api.answer)
@@ -110,6 +113,16 @@ class _Api:
             return web.Response(body=found, content_type=CONTENT_TYPE)
         return web.json_response(found)
 
+    async def checkpoints(self, request: web.Request) -> web.Response:
+        owner, run = self._owner(request), request.match_info.get("id")
+        limit, offset = (_count(request, name, default) for name, default in (("limit", None), ("offset", 0)))
+        return web.json_response(self._service.checkpoints(owner, run, limit, offset or 0))
+
+    async def delete_checkpoint(self, request: web.Request) -> web.Response:
+        owner, where = self._owner(request), request.match_info
+        self._service.delete_checkpoint(owner, where["id"], where["checkpoint"])
+        return web.Response(status=204)
+
     async def unknown(self, request: web.Request) -> web.Response:
         self._owner(request)
         where = f"{request.method} {request.path}"
@@ -130,6 +143,13 @@ async def _fields(request: web.Request) -> Fields:
         return Fields(await request.json(), request.path.removeprefix(API))
     except ValueError as exc:
         raise Refused(f"the body is not JSON: {exc}") from exc
+
+
+def _count(request: web.Request, name: str, default: int | None) -> int | None:
+    text = request.query.get(name)
+    if text is not None and not text.isdecimal():
+        raise Refused(f"{name}={text!r:.40} is no number of checkpoints")
+    return default if text is None else int(text)
 
 
 def _digest(key: str) -> str:

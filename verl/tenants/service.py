@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.tenants import losses
 from verl.tenants.base import Base, Shape
-from verl.tenants.checkpoints import Checkpoints, Version, checked_name
+from verl.tenants.checkpoints import SCHEME, Checkpoints, Version, checked_name
 from verl.tenants.fields import Fields
 from verl.tenants.refused import Refused
 from verl.tenants.sample_requests import read_asked
@@ -262,6 +262,17 @@ class Service:
             "last_request_time": datetime.now(UTC).isoformat(),
         }
 
+    def checkpoints(self, owner: str, run: str | None, limit: int | None, offset: int) -> dict[str, Any]:
+        """The versions of an owner, or of one of its training runs: `limit` of them, or all, from `offset`."""
+        found = self._checkpoints.versions(owner, run)
+        shown = found[offset:] if limit is None else found[offset : offset + limit]
+        cursor = {"offset": offset, "limit": len(shown) if limit is None else limit, "total_count": len(found)}
+        return {"checkpoints": [_checkpoint(version) for version in shown], "cursor": cursor}
+
+    def delete_checkpoint(self, owner: str, run: str, checkpoint_id: str) -> None:
+        """Samplers of it that the engine does not hold are refused then."""
+        self._checkpoints.delete(owner, f"{SCHEME}{run}/{checkpoint_id}")
+
     # Samplers.
 
     def create_sampler(self, owner: str, asked: Fields) -> dict[str, Any]:
@@ -317,6 +328,17 @@ def _of(model: Model) -> Tenant:
     if model.tenant is None:
         raise Refused(f"{model.model_id} could not be made; its first request says why")
     return model.tenant
+
+
+def _checkpoint(version: Version) -> dict[str, Any]:
+    kind = version.path.removeprefix(SCHEME).split("/")[1]
+    return {
+        "checkpoint_id": f"{kind}/{version.directory.name}",
+        "checkpoint_type": {"weights": "training", "sampler_weights": "sampler"}[kind],
+        "time": datetime.fromtimestamp(version.created_s, UTC).isoformat(),
+        "tinker_path": version.path,
+        "size_bytes": version.nbytes,
+    }
 
 
 def _print(*content: Any) -> str:

@@ -66,7 +66,10 @@ def _of_actor(draw: Random) -> Options:
 
 
 def _of_role(draw: Random, role: str) -> Options:
-    """How a mini-batch is cut and its loss aggregated, and the optimizer."""
+    """How a mini-batch is cut and its loss aggregated, and the optimizer.
+
+    Nothing is set to null, with which a key of our critic follows the actor's, and verl's does not.
+    """
     options: Options = {
         "ppo_mini_batch_size": draw.choice((1, 2, 4)),
         "ppo_epochs": draw.choice((1, 1, 2)),
@@ -84,4 +87,4 @@ def _of_role(draw: Random, role: str) -> Options:
     if draw.random() < 0.5:
         options |= {"optim.lr_scheduler_type": "cosine", "optim.min_lr_ratio": draw.choice((0.0, draw.random()))}
         options |= {"optim.num_cycles": draw.choice((0.5, 1.0)), "optim.zero_indexed_step": draw.random() < 0.5}
-    return {f"{role}.{name}": value for name, value in options.items()}
+    return {f"{role}.{name}": value for name, value in options.items() if value is not None}

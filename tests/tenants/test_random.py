@@ -2,11 +2,21 @@
 
 import asyncio
 import random
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from tests.tenants.test_engine_sampler import FakeEngine, said
 from tests.tenants.test_training import ADAM, PROMPT, adapter_of, batches
 from tests.tenants.wire_client import Refusal, Server, samples
+from verl.tenants.engine import EngineDied
+from verl.tenants.engine_sampler import EngineSampler
+from verl.tenants.refused import Refused
+from verl.tenants.sampler import Asked
+from verl.tenants.wire import MESSAGES
 from verl.utils.builtin import make_tiny_model
 
 KEYS = {"tml-ann": "ann", "tml-bob": "bob"}
@@ -131,3 +141,73 @@ async def test_tenants_that_do_random_things_get_what_they_get_alone(tmp_path, t
     assert len({script.got[-1] for script in scripts[True]}) == tenants
     done = {operation for script in made for operation, *_ in script.got[:-1]}
     assert done >= {"batch", "step", "sampler", "sample", "save", "load"}
+
+
+class FaultyEngine(FakeEngine):
+    """Dies, and fails to load, by chance."""
+
+    def __init__(self, chance, events):
+        super().__init__(3, events, goes_on=True)
+        self.chance = chance
+
+    async def load(self, version):
+        await asyncio.sleep(0)
+        if self.chance.random() < 0.01:
+            raise Refused("its files have changed")
+        await super().load(version)
+
+    async def draw(self, prompt, drawing, digest):
+        async for part in super().draw(prompt, drawing, digest):
+            await asyncio.sleep(0)
+            if self.chance.random() < 0.0003:
+                self.die()
+            yield part
+
+
+class NoPrompt:
+    async def score(self, version, asked):
+        return None, None
+
+
+@dataclass(frozen=True)
+class Saved:
+    digest: str
+
+    def tensors(self):
+        return {}
+
+
+async def test_ten_thousand_samples_of_engines_that_die_are_each_of_their_own_version():
+    chance = random.Random(7)
+    versions = [None, *(Saved(f"{chance.getrandbits(64):016x}") for _ in range(8))]
+    engines, outcomes = [], Counter()
+
+    def start():
+        engines.append(FaultyEngine(chance, []))
+        return engines[-1]
+
+    sampler = EngineSampler(start, NoPrompt(), SimpleNamespace(decode=str), vocabulary=64)
+    await sampler.start()
+    asked = Asked(prompt=np.array(PROMPT), number=2, max_tokens=4)
+
+    async def tenant(seed):
+        choice = random.Random(seed)
+        for _ in range(500):
+            version = choice.choice(versions)
+            try:
+                message = MESSAGES["SampleResponse"]()
+                message.ParseFromString(await sampler.sample(version, asked))
+            except (Refused, EngineDied) as exc:
+                outcomes[type(exc)] += 1
+                continue
+            wanted = said(version and version.digest)[:4]
+            assert [tokens for tokens, *_ in samples(message)] == [wanted, wanted]
+            outcomes["sampled"] += 1
+
+    await asyncio.wait_for(asyncio.gather(*map(tenant, range(20))), 300)
+    assert outcomes.total() == 10_000
+    assert outcomes["sampled"] > 9_000
+    assert outcomes[Refused] > 10
+    assert len(engines) > 5
+    assert all(engine.closed for engine in engines[:-1])
+    assert not any(engine.under_way for engine in engines)

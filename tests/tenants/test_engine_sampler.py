@@ -88,7 +88,7 @@ def said(digest):
 
 
 @asynccontextmanager
-async def served(model, output, *, slots=2, engines=None, goes_on=True):
+async def served(model, output, *, slots=2, engines=None, goes_on=True, **options):
     """A server with fake engines, those that were made, and what they did. `engines`: whether each one starts."""
     made, events = [], []
 
@@ -101,7 +101,7 @@ async def served(model, output, *, slots=2, engines=None, goes_on=True):
     def make(own, base):
         return EngineSampler(start, own, base.tokenizer, base.vocabulary)
 
-    async with Server(model, output, make_sampler=make) as server:
+    async with Server(model, output, make_sampler=make, **options) as server:
         await server.sampler.start()
         yield server, made, events
 
@@ -274,3 +274,31 @@ async def test_adapters_that_the_engine_cannot_compute_are_refused_when_they_are
         for name, asked in (("load_weights", load), ("create_sampling_session", sampler)):
             with pytest.raises(Refusal, match="adapters of the mlp are not sampled"):
                 await client.call(name, **asked)
+
+
+async def test_an_owner_has_so_many_requests_to_sample_under_way_and_the_totals_are_told(model, tmp_path):
+    keys = {"tml-ann": "ann", "tml-bob": "bob"}
+    async with served(model, tmp_path, goes_on=False, most_beside=2, keys=keys) as (server, (engine,), _):
+        ann, bob = await server.client("tml-ann"), await server.client("tml-bob")
+        (first,), (second,) = await tenants(ann, 1), await tenants(bob, 1)
+        asked = [await ann.submit_sample(first, number, PROMPT, max_tokens=2) for number in range(2)]
+        assert await ann.submit_sample(first, 1, PROMPT, max_tokens=2) == asked[1]
+        with pytest.raises(Refusal, match="2 requests of this key are under way; send it again") as refused:
+            await ann.submit_sample(first, 2, PROMPT, max_tokens=2)
+        assert refused.value.status == 429
+        asked_too = await bob.submit_sample(second, 0, PROMPT, max_tokens=2)
+        assert {"verl_tenants_adapters 2.0", "verl_tenants_unanswered 3.0"} <= await totals(server)
+        engine.goes_on.set()
+        for client, promise in ((ann, asked[0]), (ann, asked[1]), (bob, asked_too)):
+            assert samples(await client.sampled(promise))
+        assert samples(await ann.sample(first, 2, PROMPT, max_tokens=2))
+        made = "verl_tenants_answers_total"
+        told = await totals(server)
+        # of each owner: a model and a version; three samples of one and one of the other
+        assert {f'{made}{{outcome="done"}} 8.0', f'{made}{{outcome="user"}} 0.0', "verl_tenants_unanswered 0.0"} <= told
+
+
+async def totals(server):
+    """Read without a key."""
+    async with server.http.get("/metrics") as response:
+        return set((await response.text()).splitlines())

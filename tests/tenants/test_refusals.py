@@ -452,3 +452,14 @@ async def test_owners_list_and_delete_their_own_versions_alone(model, tmp_path):
         assert await tenant.save("one") == paths[0]
         with pytest.raises(Refusal, match="limit='x' is no number of checkpoints"):
             await ann.get("checkpoints?limit=x")
+
+
+async def test_an_owner_saves_so_many_versions_and_goes_on_after_deleting_one(model, tmp_path):
+    async with Server(model, tmp_path, most_versions=2) as server:
+        tenant = await (await server.client()).tenant()
+        first, _ = await tenant.save("one"), await tenant.save("two", "save_weights_for_sampler")
+        with pytest.raises(Refusal, match="2 versions of this key are saved, which is the limit; delete some"):
+            await tenant.save("three")
+        assert await tenant.save("one", overwrite=True) == first
+        await tenant.client.delete(first)
+        await tenant.save("three")

@@ -33,13 +33,26 @@ class NotYet(Exception):
 class Server:
     """The service over HTTP, with a base model of its own."""
 
-    def __init__(self, model, output, *, keys=None, dtype=torch.float32, make_sampler=lambda own, base: own, **options):
+    def __init__(
+        self,
+        model,
+        output,
+        *,
+        keys=None,
+        dtype=torch.float32,
+        make_sampler=lambda own, base: own,
+        most_beside=None,
+        most_versions=None,
+        **options,
+    ):
         """`make_sampler`: the sampler, of the one in this process and the base."""
         self.base = Base(model, dtype)
         settings = {"names": [NAME], "max_tenants": 8, "max_rank": 64, "alpha": 32} | options
-        worker = Worker()
+        worker = Worker(most_beside=most_beside)
         self.sampler = make_sampler(InProcessSampler(self.base, worker), self.base)
-        self.service = Service(self.base, self.sampler, Checkpoints(output, NAME), worker, **settings)
+        self.service = Service(
+            self.base, self.sampler, Checkpoints(output, NAME, most=most_versions), worker, **settings
+        )
         self.http = TestClient(TestServer(application(self.service, keys)))
 
     async def __aenter__(self):

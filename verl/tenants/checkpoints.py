@@ -86,8 +86,9 @@ def _read(directory: Path) -> tuple[bytes, str]:
 class Checkpoints:
     """The versions below a directory; each owner finds its own alone."""
 
-    def __init__(self, output: Path, base_model: str) -> None:
-        self._output = output
+    def __init__(self, output: Path, base_model: str, *, most: int | None = None) -> None:
+        """`most`: versions of an owner."""
+        self._output, self._most = output, most
         self._base_model = base_model
 
     def save(
@@ -131,11 +132,20 @@ class Checkpoints:
                         f"{kind}/{target.name} of {run} is there already; take another name, or overwrite=True"
                     )
                 shutil.rmtree(target)
+            else:
+                self._require_room(owner)
             draft.rename(target)
             sync_to_disk(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return self.find(owner, f"{SCHEME}{run}/{kind}/{target.name}")
+
+    def _require_room(self, owner: str) -> None:
+        if self._most is None:
+            return
+        number = sum(1 for _ in (self._output / owner).glob(f"*/*/[!.]*/{RECORD}"))
+        if number >= self._most:
+            raise Refused(f"{number} versions of this key are saved, which is the limit; delete some")
 
     def find(self, owner: str, path: str) -> Version:
         """Raises Refused for a path that leads to no version of this owner."""

@@ -112,11 +112,11 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
     if options.max_context is not None:
         base.context = min(base.context, options.max_context)
     names = served_names(options.model, options.name)
-    worker = Worker()
+    worker = Worker(most_beside=options.max_samples)
     service = Service(
         base,
         await _sampler(options, base, worker),
-        Checkpoints(options.output, options.name or str(options.model.resolve())),
+        Checkpoints(options.output, options.name or str(options.model.resolve()), most=options.max_versions),
         worker,
         names=names,
         max_tenants=options.max_tenants,
@@ -207,6 +207,15 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default=8,
         metavar="N",
         help="adapters in training at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-samples",
+        type=_number(1, 10**6),
+        metavar="N",
+        help="requests to sample of an owner under way at once; clients send others again (default: no limit)",
+    )
+    parser.add_argument(
+        "--max-versions", type=_number(1, 10**6), metavar="N", help="saved versions of an owner (default: no limit)"
     )
     parser.add_argument(
         "--max-rank",

@@ -58,6 +58,7 @@ def application(service: Service, keys: Mapping[str, str] | None = None) -> web.
     }
     for name, call in calls.items():
         app.router.add_post(API + name, api.of_body(call))
+    app.router.add_get("/metrics", api.metrics)
     app.router.add_get(f"{API}checkpoints", api.checkpoints)
     app.router.add_get(f"{API}training_runs/{{id}}/checkpoints", api.checkpoints)
     app.router.add_delete(f"{API}training_runs/{{id}}/checkpoints/{{checkpoint:.+}}", api.delete_checkpoint)
@@ -112,6 +113,9 @@ class _Api:
         if isinstance(found, bytes):
             return web.Response(body=found, content_type=CONTENT_TYPE)
         return web.json_response(found)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._service.metrics(), content_type="text/plain", charset="utf-8")
 
     async def checkpoints(self, request: web.Request) -> web.Response:
         owner, run = self._owner(request), request.match_info.get("id")

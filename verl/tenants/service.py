@@ -54,6 +54,18 @@ class Service:
         self._sampler.close()
         self._worker.close()
 
+    def metrics(self) -> bytes:
+        """Totals over all owners, as Prometheus reads them."""
+        try:
+            from verl.tenants.metrics import written_metrics
+        except ImportError as exc:
+            raise Refused("/metrics needs the package 'prometheus-client' on the server", status=501) from exc
+        return written_metrics(
+            adapters=self._sessions.number_of_models(),
+            unanswered=self._worker.unanswered,
+            outcomes=self._worker.outcomes,
+        )
+
     # Sessions.
 
     def capabilities(self) -> dict[str, Any]:

@@ -84,9 +84,9 @@ class Sessions:
         if model_id in session.models:
             return session.models[model_id]
         for idle in [key for key, each in self._open.items() if self._clock() - each.heard > IDLE_S and each.models]:
-            if self._number_of_models() >= self._max_tenants:
+            if self.number_of_models() >= self._max_tenants:
                 self._end(idle)
-        if self._number_of_models() >= self._max_tenants:
+        if self.number_of_models() >= self._max_tenants:
             raise Refused(
                 f"{self._max_tenants} adapters are in training, which is the limit; end a session, or start the server"
                 " with a larger --max-tenants",
@@ -94,7 +94,7 @@ class Sessions:
             )
         return session.models.setdefault(model_id, Model(model_id=model_id))
 
-    def _number_of_models(self) -> int:
+    def number_of_models(self) -> int:
         return sum(len(session.models) for session in self._open.values())
 
     def version(self, owner: str, sampler_id: str) -> Version | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +32,13 @@ class Request:
 class Worker:
     """Its methods are called on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_beside: int | None = None) -> None:
+        """`most_beside`: requests of an owner that are under way beside the thread; clients try others again."""
+        self._most_beside = most_beside
+        self._beside: Counter[str] = Counter()
+        """By owner, those under way."""
+        self.outcomes: Counter[str] = Counter()
+        """Of answers: done, user or server."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tenants")
         self._requests: dict[str, Request] = {}
         self._queues: dict[str, deque[str]] = {}
@@ -47,8 +53,20 @@ class Worker:
     def begin(
         self, owner: str, queue: str, number: int | str, fingerprint: str, work: Callable[[], Awaitable[Answer]]
     ) -> str:
-        """As `submit`, for work that waits on this event loop: it goes on beside all other work."""
-        return self._once(owner, queue, number, fingerprint, lambda: asyncio.ensure_future(_awaited(work)))
+        """As `submit`, for work that waits on this event loop: it goes on beside all other work.
+
+        Also raises Refused, with the status with which clients send it again, beyond `most_beside`.
+        """
+
+        def start() -> asyncio.Future[Answer]:
+            if self._most_beside is not None and self._beside[owner] >= self._most_beside:
+                raise Refused(f"{self._most_beside} requests of this key are under way; send it again", status=429)
+            self._beside[owner] += 1
+            answer = asyncio.ensure_future(_awaited(work))
+            answer.add_done_callback(lambda _: self._beside.subtract([owner]))
+            return answer
+
+        return self._once(owner, queue, number, fingerprint, start)
 
     def compute(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """What `work` returns or raises, done in its turn on the thread."""
@@ -67,12 +85,23 @@ class Worker:
             if known.fingerprint != fingerprint:
                 raise Refused(f"seq_id {number} of {queue} came before with other content")
             return request_id
-        self._requests[request_id] = Request(owner, fingerprint, begin())
+        answer = begin()
+        answer.add_done_callback(self._count)
+        self._requests[request_id] = Request(owner, fingerprint, answer)
         kept = self._queues.setdefault(queue, deque())
         kept.append(request_id)
         if len(kept) > KEPT and self._requests[kept[0]].answer.done():
             del self._requests[kept.popleft()]
         return request_id
+
+    def _count(self, answer: asyncio.Future[Answer]) -> None:
+        if not answer.cancelled():
+            found = answer.result()
+            self.outcomes[str(found.get("category", "done")) if isinstance(found, dict) else "done"] += 1
+
+    @property
+    def unanswered(self) -> int:
+        return sum(not request.answer.done() for request in self._requests.values())
 
     def knows(self, queue: str, number: int | str) -> bool:
         return f"{queue}:{number}" in self._requests

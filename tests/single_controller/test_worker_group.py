@@ -528,6 +528,8 @@ class TestPlacement:
     def test_processes_are_on_the_node_that_was_asked_for_or_nowhere(self, ray_cluster):
         (node,) = (one["NodeID"] for one in ray.nodes())
         here = RayResourcePool([2], num_cpus_per_process=0.5, nodes=[node])
+        here.place()
+        assert here.placed_on == [node]
         here.acquire("group")
         here.release("group")
         with pytest.raises(PlacementError, match="'pool' got no place"):

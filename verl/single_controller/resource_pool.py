@@ -96,6 +96,11 @@ class RayResourcePool:
             self._remove()
             raise
 
+    @property
+    def placed_on(self) -> list[str]:
+        """Ray's id of the node of each entry, once there is room for all."""
+        return [_node_of(group) for group in self._placement_groups]
+
     def acquire(self, user: object) -> list[Slot]:
         """A slot per rank for `user`, a worker group. Waits at most `placement_timeout_s`; raises PlacementError."""
         if len(self._users) >= self.max_colocate_count:

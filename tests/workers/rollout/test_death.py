@@ -24,7 +24,7 @@ from tests.processes import wait_until_gone
 from tests.sglang_on_cpu import NEEDS_SGLANG
 from tests.workers.rollout.conftest import MAX_MODEL_LEN, PROMPT, Served, Trainer
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
-from verl.workers.rollout import RolloutReplica, launch_all
+from verl.workers.rollout import Placement, RolloutMode, RolloutReplica, launch_all
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 
 MIDDLE = """
@@ -80,7 +80,10 @@ async def test_a_killed_server_is_found_out_and_a_new_one_takes_its_place(
 ):
     replica = make_replica("hf", 7)
     served = Served(replica, trainer)
+    replica.begin_server(RolloutMode.STANDALONE, Placement())
+    begun = await replica.server_handle.pid.remote()
     await replica.init_standalone()
+    assert await replica.server_handle.pid.remote() == begun  # the engine is in the server that had begun
     try:
         await served.serve(1)
         await replica.pause("keep")

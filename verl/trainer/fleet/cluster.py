@@ -25,7 +25,7 @@ from verl.single_controller import RayWorkerGroup
 from verl.trainer.fleet.lost_machines import LostMachines
 from verl.trainer.fleet.machines import addresses_of, machines, ray_nodes
 from verl.trainer.fleet.nodes import RolloutNodes
-from verl.trainer.fleet.placement import Machine, RolloutPlacement, place_rollouts, require_machines
+from verl.trainer.fleet.placement import Machine, place_rollouts, require_machines
 from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, TRAINER_RANKS, Recovery, RestartLimit
 from verl.trainer.fleet.replicas import ReplicaPool, make_replica
 from verl.trainer.fleet.reward_models import RewardModels
@@ -36,7 +36,7 @@ from verl.trainer.fleet.trainer_ranks import ACCELERATOR_RESOURCE, TrainerRanks,
 from verl.utils.config import ConfigError
 from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, PPOConfig
-from verl.workers.rollout import Placement, RolloutReplica, launch_all
+from verl.workers.rollout import Placement, RolloutMode, RolloutReplica, launch_all
 from verl.workers.weight_sync.ray_ports import RayTrainerRank
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Cluster:
         on_sync: Sequence[Callable[[SyncReport], None]] = (),
         fewer_ranks: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Starts all processes; ends them again if that fails. `model_path` is a local directory.
+        """Starts all processes; ends them again if that fails. Call `connect` next. `model_path` is a local directory.
 
         `replicas` come from `make_replicas`, not started; `arena_nbytes` is the size of every rollout node's arena.
         `critic` and `fewer_ranks` go to `TrainerRanks`. Each of `on_sync` gets the report of every sync. Raises
@@ -80,6 +80,8 @@ class Cluster:
         self.teachers = teachers
         self._on_sync = on_sync
         self.manager: CheckpointEngineManager | None = None
+        self._launching: Future[None] | None = None
+        """The start of the engines."""
         self.restart_limit = RestartLimit(config.trainer.max_restarts, config.trainer.restart_window_s)
         """Of trainer ranks, and of what else a loop runs."""
         self.recovery = Recovery(
@@ -117,8 +119,8 @@ class Cluster:
                 loop=self.loop,
                 limit=self.restart_limit,
                 fewer=fewer_ranks,
+                placed=self._begin_rollouts,
             )
-            self._placement = self._place_rollouts()
             node_machines = dict(enumerate(self._placement.nodes))
             engine_config = self._with_topology(config.checkpoint_engine, node_machines)
             self._start_nodes(engine_config, node_machines)  # while the trainer ranks build their model
@@ -129,15 +131,21 @@ class Cluster:
                 teachers.await_started()
             if reward_models is not None:  # which sleep when the rollout engines take their memory
                 reward_models.start(self.trainer_ranks.nodes)
-            self.run(self.nodes.check(arena_nbytes))  # before engines start, which takes them half a minute
-            self._start_rollouts()
-            self._join(engine_config)
+            self.run(self.nodes.check(arena_nbytes))
+            self._engine_config = engine_config
         except BaseException as exc:
             self._ray.add_note(exc)
             self.close(in_order=False)
             if self._ray.lost is not None:
                 raise self._ray.lost from None
             raise
+
+    def connect(self) -> None:
+        """Wait until the engines run, and make the manager that syncs them. Raises what an engine's start raises."""
+        self._launching = self._launching or self.loop.start(self._launch_rollouts())
+        self._launching.result()
+        self.trainer_ranks.keep_wide(sorted({name for replica in self.replicas for name in replica.kept_wide}))
+        self._join(self._engine_config)
 
     @property
     def actor(self) -> RayWorkerGroup:
@@ -170,7 +178,9 @@ class Cluster:
 
     @property
     def server_handles(self) -> list[ActorHandle[Any]]:
-        """Servers of the replicas in service."""
+        """Servers of the replicas in service; before `connect`, of all."""
+        if self.manager is None:
+            return [replica.server_handle for replica in self.replicas]
         in_service = {replica.name for replica in self._manager.replicas}
         return [replica.server_handle for replica in self.replicas if replica.name in in_service]
 
@@ -289,27 +299,33 @@ class Cluster:
         assert self.manager is not None  # __init__ makes it
         return self.manager
 
-    def _place_rollouts(self) -> RolloutPlacement:
-        return place_rollouts(
-            self._config,
-            self._device,
-            replicas=len(self.replicas),
-            trainer_nodes=self.trainer_ranks.nodes,
-            all_nodes=list(ray_nodes()),
-        )
+    def _begin_rollouts(self, trainer_nodes: list[str]) -> None:
+        """Start the engines while the trainer ranks start, where engines share no device with anybody.
 
-    def _start_rollouts(self) -> None:
+        Elsewhere only their processes, which import meanwhile: an engine measures the memory that others leave.
+        """
         rollout, count = self._config.actor_rollout_ref.rollout, len(self.replicas)
-        launches = [
-            self._launch(replica, place) for replica, place in zip(self.replicas, self._placement.replicas, strict=True)
-        ]
+        self._placement = place_rollouts(
+            self._config, self._device, replicas=count, trainer_nodes=trainer_nodes, all_nodes=list(ray_nodes())
+        )
         hint = self.replicas[0].startup_hints.get(self.replicas[0].device, "")
         logger.info("starting %d %s rollout engine%s%s", count, rollout.name, "s" * (count > 1), hint)
-        self.run(launch_all(*launches))
-        self.trainer_ranks.keep_wide(sorted({name for replica in self.replicas for name in replica.kept_wide}))
+        for replica, place in zip(self.replicas, self._placement.replicas, strict=True):
+            replica.begin_server(self._rollout_mode, place)
+        if self._device == "cpu" or self._rollout_mode is RolloutMode.STANDALONE:
+            self._launching = self.loop.start(self._launch_rollouts())
+
+    async def _launch_rollouts(self) -> None:
+        places = zip(self.replicas, self._placement.replicas, strict=True)
+        await launch_all(*(self._launch(replica, place) for replica, place in places))
+
+    @property
+    def _rollout_mode(self) -> RolloutMode:
+        separate = self._config.trainer.placement == "separate"
+        return RolloutMode.STANDALONE if separate else RolloutMode.HYBRID
 
     async def _launch(self, replica: RolloutReplica, place: Placement) -> None:
-        if self._config.trainer.placement == "separate":
+        if self._rollout_mode is RolloutMode.STANDALONE:
             await replica.init_standalone(place)
         else:
             await replica.init_hybrid(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,8 +82,10 @@ class TrainerRanks:
         loop: LoopThread,
         limit: RestartLimit,
         fewer: Sequence[tuple[int, int]] = (),
+        placed: Callable[[list[str]], None] | None = None,
     ) -> None:
         """`fewer` has smaller numbers of hosts and ranks on each with which training may go on, the largest first.
+        `placed` is called with the Ray nodes of the ranks, before their processes start.
 
         Starts the processes; call `build` next. Raises what `RayWorkerGroup` raises, and ConfigError for files that the
         driver has and another host lacks."""
@@ -101,7 +103,7 @@ class TrainerRanks:
         """The last one."""
         ranks = config.trainer.world_size
         logger.info("starting %d trainer rank%s on %s", ranks, "s" * (ranks > 1), device)
-        self.group = self._start({})
+        self.group = self._start({}, placed=placed)
         try:
             if config.trainer.nnodes > 1:
                 self._require_shared_files()
@@ -201,7 +203,11 @@ class TrainerRanks:
         raise shortage
 
     def _start(
-        self, seconds: dict[str, float], wait_s: float = PLACED_WITHIN_S, nodes: Sequence[str | None] = ()
+        self,
+        seconds: dict[str, float],
+        wait_s: float = PLACED_WITHIN_S,
+        nodes: Sequence[str | None] = (),
+        placed: Callable[[list[str]], None] | None = None,
     ) -> RayWorkerGroup:
         """`seconds` gets what its parts took; `nodes` is that of `RayResourcePool`."""
         config, trainer = self._config, self._config.trainer
@@ -228,6 +234,8 @@ class TrainerRanks:
         )
         with marked_timer(RESOURCES, seconds):
             pool.place()
+        if placed is not None:
+            placed(pool.placed_on)
         with marked_timer(PROCESSES, seconds):
             return RayWorkerGroup(
                 resource_pool=pool,

@@ -56,6 +56,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         _cluster(job, [each.synced for each in (server, spans) if each is not None]) as cluster,
         _agent_loops(job, cluster) as manager,
     ):
+        cluster.connect()
         rollouts = HealingRollouts(manager, lambda: cluster.server_handles, cluster.recovery)
         trainer = trainer_class(
             config=job.config,

@@ -191,6 +191,13 @@ class RolloutReplica(ABC):
         await self._init(RolloutMode.STANDALONE, placement or Placement())
 
     async def _init(self, mode: RolloutMode, placement: Placement) -> None:
+        if self._handle is None or (self.mode, self.placement) != (mode, placement):
+            self.begin_server(mode, placement)
+        await self._start_engine()
+
+    def begin_server(self, mode: RolloutMode, placement: Placement) -> None:
+        """Start the server's process, which imports the engine's package and takes no device; `init_*` with the same
+        placement starts the engine in it. Does not wait."""
         ranks = self.config.replica_ranks
         shares = mode is not RolloutMode.STANDALONE and self.device != "cpu"
         if shares and len(placement.device_ids) != ranks:
@@ -198,14 +205,26 @@ class RolloutReplica(ABC):
                 f"{self.name}: {mode.value} with {ranks} ranks needs {ranks} device ids, not {placement.device_ids}"
             )
         self.mode, self.placement = mode, placement
-        await self.launch_servers()
+        self.kill()
+        self._handle = self._new_server()
 
     async def launch_servers(self) -> None:
-        """Start the server actor and its engine. Also restarts a replica whose server or engine died."""
+        """Start the server actor and its engine again, after the server or its engine died."""
         if self.mode is None:
             raise RolloutError(f"{self.name} has no mode yet; call init_hybrid, init_colocated or init_standalone")
         if self._handle is not None:
             await self.shutdown()
+        self._handle = self._new_server()
+        await self._start_engine()
+
+    async def _start_engine(self) -> None:
+        try:
+            self.kept_wide = await self._call("start", deadline="startup_timeout_s")
+        except BaseException:
+            self.kill()
+            raise
+
+    def _new_server(self) -> ActorHandle[RolloutServer]:
         spec = EngineSpec(
             name=self.name,
             engine=self.engine,
@@ -219,12 +238,8 @@ class RolloutReplica(ABC):
             can_sleep=self.can_sleep,
         )
         actor: Any = ray.remote(**CONCURRENCY)(RolloutServer)
-        self._handle = actor.options(**self._actor_options()).remote(spec)
-        try:
-            self.kept_wide = await self._call("start", deadline="startup_timeout_s")
-        except BaseException:
-            self.kill()
-            raise
+        handle: ActorHandle[RolloutServer] = actor.options(**self._actor_options()).remote(spec)
+        return handle
 
     @property
     def can_sleep(self) -> bool:

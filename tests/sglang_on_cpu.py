@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import setup_worker
+from verl.trainer.fleet.warm import ray_worker
 from verl.workers.rollout import RolloutReplicaRegistry
 from verl.workers.rollout.sglang.replica import SGLangReplica
 
@@ -24,4 +24,4 @@ class SGLangOnCPU(SGLangReplica):
 
     def env_vars(self) -> dict[str, str]:
         path = f"{STAND_INS}{os.pathsep}{PACKAGE}"
-        return super().env_vars() | {"PYTHONPATH": path, setup_worker.SOCKET: ""}
+        return super().env_vars() | {"PYTHONPATH": path, ray_worker.SOCKET: ""}

@@ -1,15 +1,8 @@
 """Ray workers, and programs, that are forked from a process which has torch, transformers and vLLM loaded.
 
 Every actor of a test has a process of its own, and importing them takes it several seconds of processor time, vLLM 13:
-more than most tests take. What Ray starts for a worker that has a runtime environment is a script that prepares it;
-ours (tests/setup_worker.py) asks the server below for a fork instead, which goes on as Ray's own worker would, with
-the environment, directory and output that Ray gave it. vLLM's engine core is a process that multiprocessing spawns:
-for the first one a worker has a child ready, forked before it has threads, which goes on as what was spawned would. So
-has an engine core, for the workers of engines with several ranks.
-Workers end with the process that Ray started, are process groups as Ray's are, and have their engine cores as children;
-only their parent is another.
-
-A driver, or another program of ours, may be such a fork, too: a `Fork` is used like a subprocess.
+more than most tests take. Workers are forked as those of a run are (`verl.trainer.fleet.warm`), but of one process for
+all tests. A driver, or another program of ours, may be such a fork, too: a `Fork` is used like a subprocess.
 
 What depends on the whole of it does without: a run as users start it (tests/e2e/test_training.py), runs that are
 interrupted while they start, and one whose driver is killed (tests/weight_sync/test_faults.py).
@@ -19,9 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import gc
-import json
 import os
 import runpy
 import select
@@ -30,25 +20,25 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any
 
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(sys.path[0])  # not the tests' own directory, whose names are not modules
 
-from tests import setup_worker
-from tests.setup_worker import send
+from verl.trainer.fleet.warm import ray_worker
+from verl.trainer.fleet.warm.forks import PR_SET_PDEATHSIG, become_worker, enter, keep_spares, receive
+from verl.trainer.fleet.warm.ray_worker import send
+from verl.trainer.fleet.warm.server import EVERYBODY, OF_VLLM, load
 
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
+MODELS += [f"vllm.model_executor.models.{name}" for name in ("llama", "qwen2", "qwen3", "qwen3_moe")]
+"""Of most tests."""
 LISTENER = 900
 """The number of a new server's socket there."""
-RANKS = 2
-"""Of the largest engines: so many workers does an engine core spawn."""
 PATIENCE_S = 900.0
 """With a program that takes a minute on a machine that does nothing else. Below the time limit of a test."""
 ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0"}
@@ -65,12 +55,12 @@ class WarmWorkers:
     @property
     def runtime_env(self) -> dict[str, dict[str, str]]:
         """For `ray.init`."""
-        return {"env_vars": {setup_worker.SOCKET: self.path}}
+        return {"env_vars": {ray_worker.SOCKET: self.path}}
 
     @property
     def override(self) -> str:
         """For the command line of a job."""
-        return f"ray_kwargs.ray_init={{runtime_env:{{env_vars:{{{setup_worker.SOCKET}:'{self.path}'}}}}}}"
+        return f"ray_kwargs.ray_init={{runtime_env:{{env_vars:{{{ray_worker.SOCKET}:'{self.path}'}}}}}}"
 
 
 class Fork:
@@ -148,7 +138,7 @@ def lighten_ray() -> None:
     """In a process that is about to start a Ray: with workers of ours, and with agents that observe nothing."""
     from ray._private import ray_constants, utils
 
-    ray_constants.SETUP_WORKER_FILENAME = str(Path(setup_worker.__file__).resolve())
+    ray_constants.SETUP_WORKER_FILENAME = ray_worker.__file__
     utils.get_dashboard_dependency_error = lambda: ImportError("not looked for")
 
 
@@ -210,7 +200,7 @@ def serve(listener: socket.socket, *, loaded: bool) -> list[str]:
     while True:
         connection, _ = listener.accept()
         if not loaded:
-            load()
+            load([*EVERYBODY, *OF_VLLM, *MODELS])
             loaded = True
         if os.fork() == 0:
             listener.close()
@@ -225,42 +215,6 @@ def serve(listener: socket.socket, *, loaded: bool) -> list[str]:
                 return become_program(connection, *how)
             become_worker(connection, *how)
         connection.close()
-
-
-def load() -> None:
-    sys.modules["ray"] = None  # type: ignore[assignment]  # no worker of a process that had it registers with Ray
-    import setproctitle  # noqa: F401
-    import tensordict  # noqa: F401
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
-    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
-    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
-    from vllm.model_executor.models import llama, qwen2, qwen3, qwen3_moe, registry  # noqa: F401
-    from vllm.v1.engine import async_llm, core  # noqa: F401
-
-    registry._run_in_subprocess = lambda look: look()  # at a model's class, which is loaded
-    del sys.modules["ray"]
-    gc.collect()
-    gc.freeze()
-
-
-def become_worker(connection: socket.socket, command: list[str], environment: dict[str, str], directory: str) -> None:
-    script, *arguments = command
-    os.setpgrp()  # as Ray starts its workers: it ends the group with the worker
-    keep_spares(1, connection)
-    enter(environment, directory)
-    sys.argv = [script, *arguments]
-    inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [os.path.dirname(script), *filter(None, inherited), *(p for p in sys.path if p not in inherited)]
-    os.set_inheritable(connection.fileno(), False)  # open until this process ends, and in no other
-    threading.Thread(target=end_with, args=(connection,), daemon=True).start()
-    try:
-        runpy.run_path(script, run_name="__main__")
-    finally:
-        os._exit(1)
 
 
 def become_program(
@@ -284,104 +238,11 @@ def become_program(
     return command
 
 
-def end_with(connection: socket.socket) -> None:
-    """Ray kills workers that have not yet told it who they are by killing what it has started: that is who asked."""
-    connection.recv(1)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def run(module: str, *arguments: str) -> None:
     """`python -m module arguments`, with a light Ray."""
     lighten_ray()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-# --- in a worker ------------------------------------------------------------------------------------------------------
-
-
-def keep_spares(count: int, inherited: socket.socket | None = None) -> None:
-    """Have children ready, and let them be the first processes that multiprocessing spawns here.
-
-    `inherited` is not theirs.
-    """
-    spares: list[tuple[int, socket.socket]] = []
-    for _ in range(count):
-        spares.append(_spare([inherited, *(here for _, here in spares)]))
-    really_spawn = util.spawnv_passfds
-
-    def spawn(path: bytes, command: list[str | bytes], descriptors: list[int]) -> int:
-        if not spares or command[-1] != "--multiprocessing-fork":  # multiprocessing's own resource tracker
-            return really_spawn(path, command, descriptors)
-        pid, here = spares.pop(0)
-        wanted = {number: number for number in (0, 1, 2, *map(int, descriptors))}
-        with here:
-            send(here, [command[-2], dict(os.environ), os.getcwd()], wanted)
-        return pid
-
-    util.spawnv_passfds = spawn
-
-
-def _spare(others: Sequence[socket.socket | None]) -> tuple[int, socket.socket]:
-    """A child, and the socket by which it is told what to be. It has none of `others`."""
-    here, there = socket.socketpair()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        for one in (here, *others):
-            if one is not None:
-                one.close()
-        there = socket.socket(fileno=fcntl.fcntl(there.detach(), fcntl.F_DUPFD, 2000))  # out of the way
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(0)
-        become_spawned(there)
-    there.close()
-    return pid, here
-
-
-def become_spawned(connection: socket.socket) -> None:
-    sys.modules["setproctitle"].getproctitle()  # it looks for the title once, where it was when the process began
-    code, environment, directory = receive(connection)
-    connection.close()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # spawned processes outlive their parents
-    enter(environment, directory)
-    keep_spares(RANKS)
-    sys.argv = ["-c", "--multiprocessing-fork"]
-    status = 1
-    try:
-        exec(code, {"__name__": "__main__"})  # as `python -c` would
-    except SystemExit as exc:
-        status = exc.code
-    finally:
-        os._exit(status)  # as multiprocessing's own forks: to take the whole interpreter down needs seconds
-
-
-# --- between them -----------------------------------------------------------------------------------------------------
-
-
-def receive(connection: socket.socket) -> Any:
-    length, received, _, _ = socket.recv_fds(connection, 8, 253)
-    if not length:
-        os._exit(0)  # nobody asks any more
-    data = b""
-    while len(data) < int.from_bytes(length, "big"):
-        data += connection.recv(2**16)
-    request, wanted = json.loads(data)
-    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in received]
-    for descriptor in received:
-        os.close(descriptor)
-    for descriptor, number in zip(aside, wanted, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    return request
-
-
-def enter(environment: dict[str, str], directory: str) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = None  # a new process would ask the environment
-    os.chdir(directory)
 
 
 if __name__ == "__main__":

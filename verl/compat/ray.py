@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ray._private import auto_init_hook, node, services, utils
+from ray import _raylet
+from ray._private import auto_init_hook, node, ray_constants, services, utils
 from ray._private.authentication import authentication_token_setup
 from ray.actor import ActorClass
 
@@ -40,19 +41,29 @@ def never_start_by_itself() -> None:
 def sigterm_left_alone() -> Iterator[None]:
     """`ray.init` would answer SIGTERM with `sys.exit`, also in its own middle: half a Ray crashes at exit.
 
-    Its C++ part writes a stack trace before it passes a signal on; ours is put back in front of it. `ray.init` sets its
-    handler unasked.
+    Its C++ part writes a stack trace before it passes a signal on; ours is put back in front of it as soon as that part
+    is there. `ray.init` sets its handler unasked.
     """
     ours = signal.getsignal(signal.SIGTERM)
     private: Any = utils
-    original = private.set_sigterm_handler
-    private.set_sigterm_handler = lambda _handler: None
+    core: Any = _raylet
+    set_by_ray, core_worker = private.set_sigterm_handler, core.CoreWorker
+
+    def in_front() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ours)
+
+    def made(*args: Any, **options: Any) -> Any:
+        worker = core_worker(*args, **options)
+        in_front()
+        return worker
+
+    private.set_sigterm_handler, core.CoreWorker = lambda _handler: None, made
     try:
         yield
     finally:
-        private.set_sigterm_handler = original
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, ours)
+        private.set_sigterm_handler, core.CoreWorker = set_by_ray, core_worker
+        in_front()
 
 
 @contextmanager
@@ -108,6 +119,21 @@ def agents_not_awaited(arguments: Mapping[str, Any], port: int) -> Iterator[None
         yield
     finally:
         private.start_ray_process = original
+
+
+@contextmanager
+def workers_set_up_by(script: str | None) -> Iterator[None]:
+    """In this block, a new Ray on this machine runs `script` for workers with a runtime environment; None: its own.
+
+    Ray has no argument for it; a runtime environment's `py_executable` would be for one worker alone, and run as well.
+    """
+    private: Any = ray_constants
+    original = private.SETUP_WORKER_FILENAME
+    private.SETUP_WORKER_FILENAME = script or original
+    try:
+        yield
+    finally:
+        private.SETUP_WORKER_FILENAME = original
 
 
 def _of_raylet(argument: str, port: int) -> str:

@@ -63,11 +63,13 @@ class Cluster:
         teachers: Teachers | None = None,
         on_sync: Sequence[Callable[[SyncReport], None]] = (),
         fewer_ranks: Sequence[tuple[int, int]] = (),
+        warm: str | None = None,
     ) -> None:
         """Starts all processes; ends them again if that fails. Call `connect` next. `model_path` is a local directory.
 
         `replicas` come from `make_replicas`, not started; `arena_nbytes` is the size of every rollout node's arena.
-        `critic` and `fewer_ranks` go to `TrainerRanks`. Each of `on_sync` gets the report of every sync. Raises
+        `critic` and `fewer_ranks` go to `TrainerRanks`, `warm` to `RaySession.start`. Each of `on_sync` gets the report
+        of every sync. Raises
         ConfigError or BackendUnavailable for a rollout node whose machine does not fit.
         """
         self._config = config
@@ -108,7 +110,7 @@ class Cluster:
             manager=lambda: self._manager,
         )
         try:
-            self._ray.start(config.ray_kwargs.ray_init)
+            self._ray.start(config.ray_kwargs.ray_init, warm)
             require_machines(config, device, [*self._machines().values()])
             self._trainer = TrainerRanks(
                 config,

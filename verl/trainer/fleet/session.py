@@ -28,7 +28,9 @@ from verl.compat.ray import (
     show_token,
     sigterm_left_alone,
     without_idle_processes,
+    workers_set_up_by,
 )
+from verl.trainer.fleet.warm import ray_worker
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.failures import NamedFailure
 from verl.utils.marked_processes import kill_marked
@@ -52,6 +54,10 @@ OF_RAYLET = GCS_MISSED | {"worker_niceness": 0, "agent_register_timeout_ms": 300
 """By default workers have niceness 15: beside one other busy process a core leaves them a thirtieth of its time, and
 ranks and engines miss the deadlines of their start. And a raylet ends if 30 s after the first process was asked for
 the agent of runtime environments has not imported what it needs."""
+
+OF_WARM = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_register_timeout_seconds": "300"}
+"""With forked workers. Ray would start some that have no runtime environment yet, and no use; and it would kill others
+that wait for a minute, because the packages are on a slow disk."""
 
 ATTEMPTS = 6
 """To start a Ray of this job alone, whose processes have 30 s for it. Beside other starts on a busy machine their
@@ -129,8 +135,10 @@ class RaySession:
         """How many blocks, one in the other."""
         self._closed = threading.Event()
 
-    def start(self, arguments: Mapping[str, Any]) -> None:
+    def start(self, arguments: Mapping[str, Any], warm: str | None = None) -> None:
         """`arguments` of `ray.init` override ours. Does nothing if this process is already connected to Ray.
+
+        The workers of a new Ray are forked by the process with the socket `warm`, if there is one (`warm_process`).
 
         A KeyboardInterrupt during the start kills the part of Ray that has started. The process must then end without
         the interpreter's exit hooks, as `main_ppo` does.
@@ -158,10 +166,19 @@ class RaySession:
         if address == LOCAL:
             ours["_system_config"] = GCS_MISSED | dict(arguments.get("_system_config") or {})
         said = {f"RAY_{key}": str(value) for key, value in OF_RAYLET.items() if address == LOCAL}
+        if warm is not None:
+            ours["runtime_env"] = {"env_vars": {ray_worker.SOCKET: warm}}
+            said |= OF_WARM
         reserved = reserve_port()
         self._release_port = weakref.finalize(self, reserved.close)
         port = reserved.getsockname()[1]
-        with sigterm_left_alone(), without_idle_processes(ours), agents_not_awaited(ours, port):
+        script = ray_worker.__file__ if warm is not None else None
+        with (
+            sigterm_left_alone(),
+            without_idle_processes(ours),
+            agents_not_awaited(ours, port),
+            workers_set_up_by(script),
+        ):
             strangers = set(psutil.Process().children())
             mark = secrets.token_hex(8)
             told = {MARK: mark} | {key: value for key, value in said.items() if key not in os.environ}

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer) -> TrainingResult:
-    """One run with the loop of `trainer_class`.
+def train(
+    config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer, *, warm: str | None = None
+) -> TrainingResult:
+    """One run with the loop of `trainer_class`. `warm` is as in `RaySession.start`.
 
     Raises ConfigError for what the user has to change: before any process starts if this host can check it, else before
     any weights are loaded if the Ray cluster has to."""
@@ -53,7 +55,7 @@ def train(config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer)
         sync_spans() as spans,
         _tracking(job, server) as tracking,
         _scoring(job) as reward_manager,
-        _cluster(job, [each.synced for each in (server, spans) if each is not None]) as cluster,
+        _cluster(job, [each.synced for each in (server, spans) if each is not None], warm) as cluster,
         _agent_loops(job, cluster) as manager,
     ):
         cluster.connect()
@@ -123,7 +125,7 @@ def _tracking(job: Job, server: MetricsServer | None) -> Tracking:
     )
 
 
-def _cluster(job: Job, on_sync: Sequence[Callable[[SyncReport], None]]) -> Cluster:
+def _cluster(job: Job, on_sync: Sequence[Callable[[SyncReport], None]], warm: str | None) -> Cluster:
     return Cluster(
         job.config,
         model_path=job.model_path,
@@ -136,6 +138,7 @@ def _cluster(job: Job, on_sync: Sequence[Callable[[SyncReport], None]]) -> Clust
         teachers=job.teachers,
         on_sync=on_sync,
         fewer_ranks=job.fewer_ranks,
+        warm=warm,
     )
 
 

@@ -136,6 +136,12 @@ class TrainerConfig:
         "null: all",
         least=1,
     )
+    warm_workers: str = option(
+        "auto",
+        "processes start as forks of one that has imported torch, transformers and vLLM; auto: on cpu, in a Ray of the "
+        "run with no runtime_env",
+        choices=("auto", "off"),
+    )
     memory_checkpoint: str = option(
         "auto",
         "keep the training state of the last step in host memory, for ranks that are started again: twice its size, on "

@@ -54,7 +54,7 @@ class VLLMReplica(RolloutReplica):
     deals_experts = True
     tells_experts_on = ("cuda",)
     quantizes_on = ("cpu", "cuda")
-    startup_hints = {"cpu": " (takes about 20 s)", "cuda": " (takes a minute or two if it compiles)"}
+    startup_hints = {"cpu": " (takes up to 20 s)", "cuda": " (takes a minute or two if it compiles)"}
 
     def check_config(self) -> None:
         if self.config.exact:

@@ -1,0 +1,1 @@
+"""Ray workers as forks of one process that has imported what they need."""

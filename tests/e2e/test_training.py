@@ -168,6 +168,7 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
         "starting Ray",
         "starting 2 trainer ranks on cpu",
         "starting 1 vllm rollout engine",
+        re.search(r"started in [\d.]+ s", job.stderr)[0],
         "loading version 0 of the weights into the rollout engines",
         re.search(r"the training state of the last step is kept in memory: [\d.]+ MiB on [\d.]+", job.stderr)[0],
         *(f"checkpoint: {run.out / f'global_step_{step}'}" for step in (2, 3)),
@@ -183,6 +184,9 @@ def test_the_console_shows_progress_steps_and_a_summary_and_no_noise(real):
     assert job.stderr.count("+- held-out sample, step ") == 3
     forms = {form(line) for line in (*job.stderr.splitlines(), *job.stdout.splitlines())}
     assert [line for line in shown("tests/e2e/test_training.py") if form(line[1]) not in forms] == []
+    parts = [span for span in run.timeline if span.role == "trainer" and span.version is None]
+    assert {"imports", "checks", "Ray", "trainer ranks", "models", "agent loops", "engines"} <= {p.name for p in parts}
+    assert max(part.stop_s for part in parts) <= run.spans("trainer", "update_weights")[0].start_s
     assert "held-out reward" in job.stdout
     assert (run.out / "config.yaml").is_file()
     assert len((run.out / "runs.jsonl").read_text().splitlines()) == 1

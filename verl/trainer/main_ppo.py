@@ -111,6 +111,7 @@ def run_ppo(config: Any, trainer_class: type[RayPPOTrainer] | None = None, task_
     """
     from verl.checkpoint_engine.support.console import log_to_console
     from verl.trainer.config.record import composed_as
+    from verl.trainer.fleet.starting import Starting
     from verl.trainer.fleet.warm.process import warm_process
     from verl.trainer.ppo.verl_names import refuse_replaced, refuse_runner
     from verl.workers.config import PPOConfig
@@ -128,10 +129,11 @@ def run_ppo(config: Any, trainer_class: type[RayPPOTrainer] | None = None, task_
     )
     try:
         with warm_process(config) as warm, composed_as(composed):
-            from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # while that process imports the same
-            from verl.trainer.ppo.run import train
-
-            train(config, trainer_class or RayPPOTrainer, warm=warm)
+            starting = Starting(warm)
+            with starting.during("imports"):  # while that process imports the same
+                from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+                from verl.trainer.ppo.run import train
+            train(config, trainer_class or RayPPOTrainer, starting)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"; checkpoints, if any, are in {Path(config.trainer.output_dir).resolve()}") from None
 

@@ -30,6 +30,7 @@ from verl.trainer.fleet.recovery import MACHINES, NODES, REPLICAS, TRAINER_RANKS
 from verl.trainer.fleet.replicas import ReplicaPool, make_replica
 from verl.trainer.fleet.reward_models import RewardModels
 from verl.trainer.fleet.session import RaySession
+from verl.trainer.fleet.starting import Starting
 from verl.trainer.fleet.syncs import Syncs
 from verl.trainer.fleet.teachers import Teachers
 from verl.trainer.fleet.trainer_ranks import ACCELERATOR_RESOURCE, TrainerRanks, thread_limits
@@ -63,17 +64,17 @@ class Cluster:
         teachers: Teachers | None = None,
         on_sync: Sequence[Callable[[SyncReport], None]] = (),
         fewer_ranks: Sequence[tuple[int, int]] = (),
-        warm: str | None = None,
+        starting: Starting,
     ) -> None:
         """Starts all processes; ends them again if that fails. Call `connect` next. `model_path` is a local directory.
 
         `replicas` come from `make_replicas`, not started; `arena_nbytes` is the size of every rollout node's arena.
-        `critic` and `fewer_ranks` go to `TrainerRanks`, `warm` to `RaySession.start`. Each of `on_sync` gets the report
-        of every sync. Raises
-        ConfigError or BackendUnavailable for a rollout node whose machine does not fit.
+        `critic` and `fewer_ranks` go to `TrainerRanks`. Each of `on_sync` gets the report of every sync, `starting` the
+        seconds of each part. Raises ConfigError or BackendUnavailable for a rollout node whose machine does not fit.
         """
         self._config = config
         self._device = device
+        self.starting = starting
         self.loop = LoopThread("cluster")
         self._ray = RaySession(timeline=config.ray_kwargs.timeline_json_file)
         self._trainer: TrainerRanks | None = None
@@ -110,30 +111,36 @@ class Cluster:
             manager=lambda: self._manager,
         )
         try:
-            self._ray.start(config.ray_kwargs.ray_init, warm)
+            with starting.during("Ray"):
+                self._ray.start(config.ray_kwargs.ray_init, starting.warm)
             require_machines(config, device, [*self._machines().values()])
-            self._trainer = TrainerRanks(
-                config,
-                device=device,
-                model_path=model_path,
-                with_reference=with_reference,
-                critic=critic,
-                loop=self.loop,
-                limit=self.restart_limit,
-                fewer=fewer_ranks,
-                placed=self._begin_rollouts,
-            )
+            with starting.during("trainer ranks"):
+                self._trainer = TrainerRanks(
+                    config,
+                    device=device,
+                    model_path=model_path,
+                    with_reference=with_reference,
+                    critic=critic,
+                    loop=self.loop,
+                    limit=self.restart_limit,
+                    fewer=fewer_ranks,
+                    placed=self._begin_rollouts,
+                )
             node_machines = dict(enumerate(self._placement.nodes))
             engine_config = self._with_topology(config.checkpoint_engine, node_machines)
             self._start_nodes(engine_config, node_machines)  # while the trainer ranks build their model
             if teachers is not None:
                 teachers.begin_start()
-            self._trainer.build()
+            with starting.during("models"):
+                self._trainer.build()
             if teachers is not None:
-                teachers.await_started()
+                with starting.during("teachers"):
+                    teachers.await_started()
             if reward_models is not None:  # which sleep when the rollout engines take their memory
-                reward_models.start(self.trainer_ranks.nodes)
-            self.run(self.nodes.check(arena_nbytes))
+                with starting.during("reward models"):
+                    reward_models.start(self.trainer_ranks.nodes)
+            with starting.during("rollout nodes"):
+                self.run(self.nodes.check(arena_nbytes))
             self._engine_config = engine_config
         except BaseException as exc:
             self._ray.add_note(exc)
@@ -144,8 +151,9 @@ class Cluster:
 
     def connect(self) -> None:
         """Wait until the engines run, and make the manager that syncs them. Raises what an engine's start raises."""
-        self._launching = self._launching or self.loop.start(self._launch_rollouts())
-        self._launching.result()
+        with self.starting.during("engines"):
+            self._launching = self._launching or self.loop.start(self._launch_rollouts())
+            self._launching.result()
         self.trainer_ranks.keep_wide(sorted({name for replica in self.replicas for name in replica.kept_wide}))
         self._join(self._engine_config)
 

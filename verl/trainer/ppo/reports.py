@@ -54,7 +54,8 @@ class Reports:
     def write_timeline(self, now: Step, *, last: bool = False) -> None:
         """Append spans to the timeline: the trainer's and syncs' of this step, the engines' up to the last call."""
         engines = [] if self._asked_engines is None else self._asked_engines.result()
-        write_spans(self._timeline, [*now.spans.take(), *now.syncs.take(), *engines])
+        starting = self._cluster.starting.spans.take()
+        write_spans(self._timeline, [*starting, *now.spans.take(), *now.syncs.take(), *engines])
         self._asked_engines = None if last else self._cluster.begin_take_spans()
 
     def _memory_metrics(self) -> dict[str, float]:

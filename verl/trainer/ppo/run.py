@@ -15,6 +15,7 @@ from verl.checkpoint_engine.support.files import keep_private
 from verl.trainer.config.record import record_run
 from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.reward_models import AwakeForScoring
+from verl.trainer.fleet.starting import Starting
 from verl.trainer.output_lock import only_run_in
 from verl.trainer.ppo.generation import HealingRollouts
 from verl.trainer.ppo.job import Job, checked_job
@@ -37,16 +38,17 @@ logger = logging.getLogger(__name__)
 
 
 def train(
-    config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer, *, warm: str | None = None
+    config: PPOConfig, trainer_class: type[RayPPOTrainer] = RayPPOTrainer, starting: Starting | None = None
 ) -> TrainingResult:
-    """One run with the loop of `trainer_class`. `warm` is as in `RaySession.start`.
+    """One run with the loop of `trainer_class`. `starting` has what has been started of it.
 
     Raises ConfigError for what the user has to change: before any process starts if this host can check it, else before
     any weights are loaded if the Ray cluster has to."""
     began = time.perf_counter()
     keep_private(config.trainer.files_for)
-    given = config
-    job = checked_job(settled(trainer_class.adapted(config)), trainer_class)
+    given, starting = config, starting or Starting()
+    with starting.during("checks"):
+        job = checked_job(settled(trainer_class.adapted(config)), trainer_class)
     for line in in_force(job.config, job.device):
         logger.info("%s", line)
     with (
@@ -55,10 +57,11 @@ def train(
         sync_spans() as spans,
         _tracking(job, server) as tracking,
         _scoring(job) as reward_manager,
-        _cluster(job, [each.synced for each in (server, spans) if each is not None], warm) as cluster,
-        _agent_loops(job, cluster) as manager,
+        _cluster(job, [each.synced for each in (server, spans) if each is not None], starting) as cluster,
+        _agent_loops(job, cluster, starting) as manager,
     ):
         cluster.connect()
+        logger.info("started in %s", starting)
         rollouts = HealingRollouts(manager, lambda: cluster.server_handles, cluster.recovery)
         trainer = trainer_class(
             config=job.config,
@@ -125,7 +128,7 @@ def _tracking(job: Job, server: MetricsServer | None) -> Tracking:
     )
 
 
-def _cluster(job: Job, on_sync: Sequence[Callable[[SyncReport], None]], warm: str | None) -> Cluster:
+def _cluster(job: Job, on_sync: Sequence[Callable[[SyncReport], None]], starting: Starting) -> Cluster:
     return Cluster(
         job.config,
         model_path=job.model_path,
@@ -138,13 +141,14 @@ def _cluster(job: Job, on_sync: Sequence[Callable[[SyncReport], None]], warm: st
         teachers=job.teachers,
         on_sync=on_sync,
         fewer_ranks=job.fewer_ranks,
-        warm=warm,
+        starting=starting,
     )
 
 
-def _agent_loops(job: Job, cluster: Cluster) -> Any:
+def _agent_loops(job: Job, cluster: Cluster, starting: Starting) -> Any:
     tokenizer_path = job.config.actor_rollout_ref.model.tokenizer_path or job.model_path
-    return job.agent_loop_manager_class(job.config, cluster.server_handles, tokenizer_path)
+    with starting.during("agent loops"):
+        return job.agent_loop_manager_class(job.config, cluster.server_handles, tokenizer_path)
 
 
 def _summarise(result: TrainingResult, output_dir: Path, seconds: float) -> None:

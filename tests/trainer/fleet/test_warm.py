@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -113,11 +114,27 @@ def test_the_process_that_forks_ends_with_the_driver_and_leaves_no_file(tmp_path
     assert not directory.exists()
 
 
-def test_forks_draw_other_numbers_and_take_the_threads_of_their_environment(ray_cluster):
+def test_a_fork_takes_limits_as_they_were_told():
+    code = "from verl.trainer.fleet.warm import forks, ray_worker; import json, sys; "
+    code += "forks.take_limits(json.loads(sys.argv[1])); print(json.dumps(ray_worker.limits()))"
+    *numbered, _ = ray_worker.limits()
+    files = next(one for one in numbered if one[0] == resource.RLIMIT_NOFILE)
+    files[1:] = [256, 512]
+    wanted = [*numbered, [1000]]
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(wanted)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout) == wanted
+
+
+def test_forks_draw_other_numbers_and_take_the_threads_and_limits_that_ray_gave_them(ray_cluster):
     import ray
 
     @ray.remote(num_cpus=0)
     class Worker:
+        def limits(self) -> list[list[int]]:
+            return ray_worker.limits()
+
         def look(self) -> tuple[float, int, bool, int]:
             import numpy as np
             import torch
@@ -130,6 +147,9 @@ def test_forks_draw_other_numbers_and_take_the_threads_of_their_environment(ray_
     assert one != other
     assert (threads, disabled) == (2, True)
     assert rest == [1, False]
+    *numbered, (score,) = ray.get(workers[0].limits.remote())
+    assert [resource.RLIMIT_NOFILE, *resource.getrlimit(resource.RLIMIT_NOFILE)] in numbered
+    assert score > int(Path("/proc/self/oom_score_adj").read_text())
     process = psutil.Process(pid)
     for worker in workers:
         ray.kill(worker)

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -31,11 +32,18 @@ RANKS = 2
 """An engine core has children ready for so many ranks."""
 
 
-def become_worker(connection: socket.socket, command: list[str], environment: dict[str, str], directory: str) -> None:
-    """Go on as a worker of Ray. Does not return."""
+def become_worker(
+    connection: socket.socket,
+    command: list[str],
+    environment: dict[str, str],
+    directory: str,
+    limits: list[list[int]],
+) -> None:
+    """Go on as a worker of Ray, with `ray_worker.limits`. Does not return."""
     connection.sendall(b"1")  # whoever asks starts one itself if this process has ended instead
     script, *arguments = command
     os.setpgrp()  # as Ray starts its workers: it ends the group with the worker
+    take_limits(limits)
     keep_spares(1, connection)
     enter(environment, directory)
     sys.argv = [script, *arguments]
@@ -47,6 +55,15 @@ def become_worker(connection: socket.socket, command: list[str], environment: di
         runpy.run_path(script, run_name="__main__")
     finally:
         os._exit(1)
+
+
+def take_limits(limits: list[list[int]]) -> None:
+    """Take over what `ray_worker.limits` has returned in a process with the same owner."""
+    *numbered, (score,) = limits
+    for number, soft, hard in numbered:
+        resource.setrlimit(number, (soft, hard))
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(score))
 
 
 def _end_with(connection: socket.socket) -> None:

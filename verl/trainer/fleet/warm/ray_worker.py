@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import sys
 from collections.abc import Mapping
@@ -33,15 +34,22 @@ def ask(arguments: list[str]) -> None:
         try:
             connection.connect(environment[SOCKET])
             os.environ.update({name: os.path.expandvars(value) for name, value in environment.items()})
-            send(
-                connection, ["worker", command, dict(os.environ), os.getcwd()], {number: number for number in range(3)}
-            )
+            request = ["worker", command, dict(os.environ), os.getcwd(), limits()]
+            send(connection, request, {number: number for number in range(3)})
             is_forked = connection.recv(1)
         except (KeyError, OSError):  # it is not wanted, or has ended
             is_forked = b""
         if not is_forked:
             start_as_ray_does(arguments)
         connection.recv(1)  # until the fork ends
+
+
+def limits() -> list[list[int]]:
+    """(number, soft, hard) of each of `resource`'s, which Ray raises when it starts; at the end the score for the
+    kernel's out-of-memory killer, which Ray gives its workers."""
+    numbers = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+    with open("/proc/self/oom_score_adj") as score:
+        return [*([number, *resource.getrlimit(number)] for number in numbers), [int(score.read())]]
 
 
 def start_as_ray_does(arguments: list[str]) -> None:

@@ -183,6 +183,19 @@ server paused, and `/health` answers 200:
 curl -s -X POST localhost:8000/pause
 curl -s -o /dev/null -w '%{http_code}\\n' localhost:8000/health
 ```
+
+Requests for the base model of a server with `--enable-lora`, same version and CPU, 2026-11-30: they are computed with
+the adapter in the last slot, without an error. Alone they get its unembedding, beside requests of an adapter all of it.
+[vllm-project/vllm#48421](https://github.com/vllm-project/vllm/pull/48421) finds the cause in the operators for CPUs.
+`verl-sync serve` leaves that slot empty. To reproduce, with an adapter of `lm_head` and `ask` as above, start the
+server with `--enable-lora`, and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` in its environment:
+
+```
+ask
+curl -s -X POST localhost:8000/v1/load_lora_adapter -H 'Content-Type: application/json' \\
+    -d '{"lora_name": "a", "lora_path": "ADAPTER"}'
+ask
+```
 """
 
 

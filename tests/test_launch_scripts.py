@@ -42,7 +42,7 @@ def test_a_launch_script_starts_a_run_whose_configuration_is_valid(
     monkeypatch.setattr(main_ppo, "end_when_told", lambda: None)
     monkeypatch.setattr(main_ppo, "end_within", lambda *_: None)
     started: list[PPOConfig] = []
-    monkeypatch.setattr(run, "train", lambda config, trainer: started.append(trainer.adapted(config)))
+    monkeypatch.setattr(run, "train", lambda config, trainer, _starting: started.append(trainer.adapted(config)))
     with any_device():
         importlib.import_module(module).main()
 

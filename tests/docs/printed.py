@@ -40,6 +40,7 @@ SHOWN = {
     "curl ": "against a server of vLLM",
     "cp -r DIR CUT": "the same, with a file that is cut off",
     "ask() {": "against a server of vLLM",
+    "ask": "the same, with an adapter",
 }
 """How lines begin that are no command in a block: the command that prints them, or where else they are looked at."""
 

@@ -36,7 +36,9 @@ def test_ratios_of_first_updates_are_one_and_probabilities_differ_by_nothing(ray
         "trainer.total_training_steps=3",
         "trainer.mismatch_probe_freq=1",
     )
-    metrics = [step for number, step in Run(tmp_path / "run", result).metrics.items() if number]
+    run = Run(tmp_path / "run", result)
+    assert not [report for report in run.reports if "second model" in json.dumps(report["engine_checks"])]
+    metrics = [step for number, step in run.metrics.items() if number]
     assert [step["training/rollout_probs_diff_max"] for step in metrics] == [0.0] * 3
     assert [step["actor/ppo_kl"] for step in metrics] == [0.0] * 3
     assert all(step["response_length/max"] > 1 for step in metrics)

@@ -113,9 +113,9 @@ class ExactForCausalLM(nn.Module):
         return loaded
 
 
-def fill_box(parameter: nn.Parameter, values: torch.Tensor, box: Box) -> None:
-    """A weight loader in vLLM's sense, which vLLM wraps in one of its own."""
-    parameter.data[tuple(map(slice, box.start, box.stop))].copy_(values)
+def fill_box(param: nn.Parameter, values: torch.Tensor, box: Box) -> None:
+    """A weight loader in vLLM's sense: a reload calls it later, with another tensor as the argument named `param`."""
+    param.data[tuple(map(slice, box.start, box.stop))].copy_(values)
 
 
 def attend_paged(

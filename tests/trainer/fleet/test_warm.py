@@ -30,8 +30,8 @@ def scripts(tmp_path):
     return tmp_path
 
 
-def started(scripts: Path, **context: object) -> None:
-    """What Ray starts for a worker, with this `context`: here it can only become Ray's own script."""
+def assert_starts_as_ray_does(scripts: Path, **context: object) -> None:
+    """What Ray starts for a worker, with this `context`, becomes Ray's own script, which has all arguments."""
     whole = {"command_prefix": [], "env_vars": {}, "py_executable": sys.executable, "override_worker_entrypoint": None}
     arguments = [
         str(scripts / "default_worker.py"),
@@ -46,12 +46,12 @@ def started(scripts: Path, **context: object) -> None:
 
 
 def test_without_the_process_that_forks_a_worker_starts_as_ray_starts_it(scripts, tmp_path):
-    started(scripts)
+    assert_starts_as_ray_does(scripts)
     gone = tmp_path / "socket"
-    started(scripts, env_vars={ray_worker.SOCKET: str(gone)})
+    assert_starts_as_ray_does(scripts, env_vars={ray_worker.SOCKET: str(gone)})
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(gone))
-    started(scripts, env_vars={ray_worker.SOCKET: str(gone)})  # nobody listens
+    assert_starts_as_ray_does(scripts, env_vars={ray_worker.SOCKET: str(gone)})  # nobody listens
 
 
 def test_a_worker_that_waits_for_a_process_that_ends_starts_as_ray_starts_it(scripts, tmp_path):
@@ -62,7 +62,7 @@ def test_a_worker_that_waits_for_a_process_that_ends_starts_as_ray_starts_it(scr
         code = f"import socket; s = socket.socket(fileno={listener.fileno()}); s.accept()"
         with subprocess.Popen([sys.executable, "-c", code], pass_fds=[listener.fileno()]):
             listener.close()
-            started(scripts, env_vars={ray_worker.SOCKET: str(asked)})
+            assert_starts_as_ray_does(scripts, env_vars={ray_worker.SOCKET: str(asked)})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_ray_prepares_for_a_worker_is_left_to_ray(scripts, tmp_path, contex
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
-        started(scripts, env_vars={ray_worker.SOCKET: str(tmp_path / "socket")}, **context)
+        assert_starts_as_ray_does(scripts, env_vars={ray_worker.SOCKET: str(tmp_path / "socket")}, **context)
 
 
 def config(*, device=None, address=None, runtime_env=None, warm_workers="auto", executor=None):

@@ -132,7 +132,7 @@ def _output(block: str) -> list[str]:
 
 def form(line: str) -> str:
     """A line without numbers and paths, without what a model wrote into a box, and what the doctor found on a host."""
-    line = re.sub(r"\d[\w.+-]*", "0", " ".join(line.replace("held-out sample", "sample").split()))
+    line = re.sub(r"(?<![\w-])-\d[\w.+-]*|\d[\w.+-]*", "0", " ".join(line.replace("held-out sample", "sample").split()))
     line = re.sub(r"\S*[^\s0]/\S*|\S*/[^\s0]\S*", "PATH", re.sub("-{3,}", "--", line))
     if found := re.match(r"(?:ok|slow|wrong) (\w+)|(->|\| \w+) ", line):
         return found[1] or found[2]

@@ -106,10 +106,15 @@ HEALTH = {
 
 
 def test_health_follows_on_the_line_or_has_its_own():
-    signs = "kl 0.0004 | clipped 0.12 | cut off 0.50 | no signal 0.75 | lr 3e-06 | 1.2 GiB"
+    signs = "kl 0.0004 | clip 0.12 | cut off 0.50 | no signal 0.75 | lr 3e-06 | 1.2 GiB"
     assert step_line(METRICS | HEALTH, 12, 60, width=250).splitlines()[0].endswith(f"800 tok/s | {signs} | grad 0.83")
     assert step_line(METRICS | HEALTH, 12, 60, width=120).splitlines()[1] == f"  {signs} | grad 0.83"
     assert step_line(METRICS | HEALTH, 12, 60).splitlines()[1] == f"  {signs}"
+
+
+def test_memory_has_its_place_on_the_line_whatever_the_sign_of_the_kl_and_the_digits_of_the_rate():
+    longest = {"actor/ppo_kl": -0.0018, "actor/lr": 1.5e-6, "perf/cpu_memory_used_gb": 120.25}
+    assert step_line(METRICS | HEALTH | longest, 12, 60).splitlines()[1].endswith("| lr 1.5e-06 | 120 GiB")
 
 
 def test_validation_rewards_are_found_by_data_source():

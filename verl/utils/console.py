@@ -35,7 +35,7 @@ NEEDED: tuple[Field, ...] = (
 """The most important fields."""
 HEALTH: tuple[Field, ...] = (
     ("kl ", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), 4, ""),
-    ("clipped ", ("actor/pg_clipfrac",), 2, ""),
+    ("clip ", ("actor/pg_clipfrac",), 2, ""),
     ("cut off ", ("response_length/clip_ratio",), 2, ""),
     ("no signal ", ("critic/frac_reward_zero_std",), 2, ""),
     ("lr ", ("actor/lr",), None, ""),

@@ -38,6 +38,7 @@ from verl.utils.config import ConfigError
 from verl.utils.timing import Span
 from verl.workers.config import CriticConfig, PPOConfig
 from verl.workers.rollout import Placement, RolloutMode, RolloutReplica, launch_all
+from verl.workers.rollout.errors import RolloutError
 from verl.workers.weight_sync.ray_ports import RayTrainerRank
 
 T = TypeVar("T")
@@ -188,9 +189,14 @@ class Cluster:
 
     @property
     def server_handles(self) -> list[ActorHandle[Any]]:
-        """Servers of the replicas in service; before `connect`, of all."""
+        """Servers of the replicas in service; before `connect`, of all. Raises what an engine's start has raised."""
         if self.manager is None:
-            return [replica.server_handle for replica in self.replicas]
+            try:
+                return [replica.server_handle for replica in self.replicas]
+            except RolloutError:
+                if self._launching is not None:
+                    self._launching.result()
+                raise
         in_service = {replica.name for replica in self._manager.replicas}
         return [replica.server_handle for replica in self.replicas if replica.name in in_service]
 

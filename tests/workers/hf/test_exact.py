@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -11,7 +13,15 @@ from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.model import EXACT
 from verl.workers.engine.fsdp.forward import response_log_probs
-from verl.workers.hf.exact import agree, attend, attend_exactly, cancelling, layer_that_differs, product
+from verl.workers.hf.exact import (
+    agree,
+    attend,
+    attend_exactly,
+    attend_in_pages,
+    cancelling,
+    layer_that_differs,
+    product,
+)
 
 CONFIG = Qwen2Config(
     vocab_size=97,
@@ -72,6 +82,26 @@ def test_tokens_behind_a_cache_get_the_bits_of_a_whole_sequence(chunk):
     for start in range(0, 50, chunk):
         stop = min(start + chunk, 50)
         assert torch.equal(attend(query[start:stop], key[:stop], value[:stop], 0.25), whole[start:stop])
+
+
+def test_sequences_whose_keys_are_in_shuffled_pages_get_the_bits_that_each_has_alone():
+    alone = [states(length) for length in LENGTHS]
+    new = [1, 7, 17, 2]
+    size = 4
+    pages = torch.randperm(40, generator=torch.Generator().manual_seed(2)).tolist()
+    cache = torch.full((40, size, 2, 32), torch.nan, dtype=torch.bfloat16)
+    places = []
+    for _, key, value in alone:
+        for token in range(len(key)):
+            if token % size == 0:
+                page = pages.pop()
+            cache[page, token % size] = torch.cat([key[token], value[token]], dim=-1)
+            places.append([page, token % size])
+    query = torch.cat([query[-count:] for (query, _, _), count in zip(alone, new, strict=True)])
+    ends = [[*accumulate(each)] for each in (new, LENGTHS)]
+    found = attend_in_pages(query, *cache.chunk(2, dim=-1), 0.25, torch.tensor(places), *ends)
+    each = zip(alone, new, strict=True)
+    assert torch.equal(found, torch.cat([attend(*given, 0.25)[-count:] for given, count in each]))
 
 
 def test_a_layer_that_attends_to_some_of_the_tokens_is_refused():

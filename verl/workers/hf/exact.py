@@ -8,12 +8,14 @@ has all, get other numbers from the same weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -25,20 +27,56 @@ ROWS = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 FEWEST_PRODUCTS = 16**3
 """torch multiplies matrices with loops of its own, and not with oneDNN, where there are no more of them."""
+BITS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
 MOST_OUTPUTS = 16384
 """Outputs of a tested matrix: each output is a sum over inputs, independent of the others."""
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of the last T of S tokens: [T, H, d] of [T, H, d], [S, G, d] and [S, G, d], in their dtype."""
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: Sequence[int] = ()
+) -> torch.Tensor:
+    """Causal attention of T tokens of S: [T, H, d] of [T, H, d], [S, G, d] and [S, G, d], in their dtype.
+
+    The T tokens are the last ones of one sequence. With `lengths` of several, T = S.
+    """
+    pages = torch.stack([torch.arange(len(key)), torch.zeros(len(key), dtype=torch.long)], dim=1)
+    query_ends, key_ends = ([*accumulate(lengths)] or [len(states)] for states in (query, key))
+    return attend_in_pages(query, key[:, None], value[:, None], scale, pages, query_ends, key_ends)
+
+
+def attend_in_pages(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    pages: torch.Tensor,
+    query_ends: Sequence[int],
+    key_ends: Sequence[int],
+) -> torch.Tensor:
+    """As `attend`, for the last tokens of several sequences, with keys and values in pages.
+
+    Args:
+        query: [T, H, d], of one sequence after the other.
+        key: [pages, tokens of a page, G, d].
+        value: The same.
+        scale: What products of queries and keys are multiplied with.
+        pages: [S, 2], int64: the page and the place in it of each token, of one sequence after the other.
+        query_ends: Where each sequence ends in `query`.
+        key_ends: And in `pages`.
+
+    Returns:
+        [T, H, d], in the dtype of the query.
+    """
     # Imports llvmlite, of which vLLM stumbles over an object when it starts in the same process.
     from verl.workers.hf.exact_kernel import attend_in_order
 
     output = torch.empty(query.shape, dtype=torch.float32)
     attend_in_order(
-        query.float().contiguous().numpy(),
-        key.permute(1, 2, 0).float().contiguous().numpy(),
-        value.transpose(0, 1).float().contiguous().numpy(),
+        query.detach().float().contiguous().numpy(),
+        *(states.detach().view(BITS[states.dtype]).numpy() for states in (key, value)),
+        pages.numpy(),
+        np.array(query_ends, np.int64),
+        np.array(key_ends, np.int64),
         np.float32(scale),
         output.numpy(),
     )
@@ -52,21 +90,28 @@ class _Sequences(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, lengths: list[int], scale: float) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.lengths, ctx.scale = lengths, scale
-        states = [torch.split(each, lengths) for each in (query, key, value)]
-        parts = zip(*states, strict=True)
-        return torch.cat([attend(query, key, value, scale) for query, key, value in parts])
+        return attend(query, key, value, scale, lengths)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        of_states: list[tuple[torch.Tensor, ...]] = []
-        saved = [torch.split(each, ctx.lengths) for each in (*ctx.saved_tensors, gradients[0])]
-        for query, key, value, gradient in zip(*saved, strict=True):
-            with torch.enable_grad():
-                states = [each.detach().requires_grad_() for each in (query, key, value)]
-                query, key, value = (each.transpose(0, 1)[None] for each in states)
-                out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=ctx.scale, enable_gqa=True)
-            of_states.append(torch.autograd.grad(out, states, gradient.transpose(0, 1)[None]))
-        return *(torch.cat(parts) for parts in zip(*of_states, strict=True)), None, None
+        tokens = torch.split(torch.arange(sum(ctx.lengths)), ctx.lengths)
+        found = [torch.empty_like(states) for states in ctx.saved_tensors]
+        for _, alike in groupby(sorted(tokens, key=len), lambda each: len(each).bit_length()):
+            _add_gradients(pad_sequence(list(alike), batch_first=True, padding_value=-1), ctx, gradients[0], found)
+        return *found, None, None
+
+
+def _add_gradients(rows: torch.Tensor, ctx: Any, gradient: torch.Tensor, found: list[torch.Tensor]) -> None:
+    """Of sequences of similar lengths at once: `rows` are places of their tokens, [sequences, longest], -1 where there
+    is none. Those come last, so that no token sees them; their gradient is zero."""
+    there = rows >= 0
+    with torch.enable_grad():
+        states = [each[rows].detach().requires_grad_() for each in ctx.saved_tensors]
+        query, key, value = (each.transpose(1, 2) for each in states)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=ctx.scale, enable_gqa=True)
+    received = gradient[rows] * there[..., None, None]
+    for each, own in zip(found, torch.autograd.grad(out, states, received.transpose(1, 2)), strict=True):
+        each[rows[there]] = own[there]
 
 
 def agree(model: PreTrainedModel) -> None:

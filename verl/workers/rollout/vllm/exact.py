@@ -29,7 +29,7 @@ from verl.checkpoint_engine.plan.types import Box
 from verl.workers.hf.building import parameters_on_meta
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.conversion import conversion_of
-from verl.workers.hf.exact import agree, attend, no_mask, product
+from verl.workers.hf.exact import agree, attend_in_pages, no_mask, product
 
 ARCHITECTURE = "VerlExactForCausalLM"
 PAGED = "verl_exact_paged"
@@ -150,12 +150,12 @@ class PagedBackend(CPUAttentionBackend):  # type: ignore[misc]
 class _Requests:
     """Those of one engine step."""
 
-    starts: list[int]
-    """Of their new tokens in the step, and the end of the last one's."""
-    lengths: list[int]
-    """Tokens of each, with those before."""
-    blocks: torch.Tensor
-    """[requests, most blocks]: where their keys and values are."""
+    new_ends: list[int]
+    """Where the new tokens of each end in the step."""
+    ends: list[int]
+    """Where its tokens end, with those before, if all have them one after the other."""
+    pages: torch.Tensor
+    """[tokens, 2]: the block of each of these tokens, and the place in it."""
 
 
 class _Builder(AttentionMetadataBuilder[_Requests]):  # type: ignore[misc]
@@ -165,8 +165,13 @@ class _Builder(AttentionMetadataBuilder[_Requests]):  # type: ignore[misc]
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> _Requests:
-        given = common_attn_metadata
-        return _Requests(given.query_start_loc.tolist(), given.seq_lens.tolist(), given.block_table_tensor)
+        given, size = common_attn_metadata, self.kv_cache_spec.block_size
+        lengths = given.seq_lens.long()
+        ends = lengths.cumsum(0)
+        requests = torch.arange(len(lengths)).repeat_interleave(lengths)
+        tokens = torch.arange(len(requests)) - (ends - lengths)[requests]
+        pages = torch.stack([given.block_table_tensor[requests, tokens // size], tokens % size], dim=1)
+        return _Requests(given.query_start_loc[1:].tolist(), ends.tolist(), pages)
 
 
 class _PagedAttention(AttentionImpl[_Requests]):  # type: ignore[misc]
@@ -207,12 +212,7 @@ class _PagedAttention(AttentionImpl[_Requests]):  # type: ignore[misc]
     ) -> torch.Tensor:
         if attn_metadata is None:
             return output
-        requests, size = attn_metadata, kv_cache.shape[2]
-        for index, length in enumerate(requests.lengths):
-            start, stop = requests.starts[index : index + 2]
-            if start == stop:
-                continue
-            pages = kv_cache[requests.blocks[index, : -(-length // size)].long()]
-            keys, values = pages.transpose(1, 2).flatten(0, 1)[:length].chunk(2, dim=-1)
-            output[start:stop] = attend(query[start:stop], keys, values, self.scale)
+        of, new = attn_metadata, attn_metadata.new_ends[-1]
+        keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+        output[:new] = attend_in_pages(query[:new], keys, values, self.scale, of.pages, of.new_ends, of.ends)
         return output

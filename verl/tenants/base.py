@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -155,9 +156,11 @@ class Base:
         for key, parameter in parameters.items():
             parameter.copy_(tensors[key])
 
-    def write_config(self, name: str, directory: Path) -> None:
-        """Write peft's adapter_config.json."""
-        self.model.peft_config[name].save_pretrained(str(directory))
+    def config(self, name: str) -> bytes:
+        """Peft's adapter_config.json."""
+        with tempfile.TemporaryDirectory() as directory:
+            self.model.peft_config[name].save_pretrained(directory)
+            return (Path(directory) / "adapter_config.json").read_bytes()
 
     def logprobs(self, model: nn.Module, tokens: np.ndarray, targets: np.ndarray) -> torch.Tensor:
         """float32 [n]: of target i after tokens up to i."""

@@ -14,14 +14,13 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save, save_file
 
 from verl.checkpoint_engine.support.files import sync_to_disk
 from verl.tenants.base import Shape
@@ -36,6 +35,19 @@ CONFIG, TENSORS, OPTIMIZER, RECORD = (
 KINDS = ("weights", "sampler_weights")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 SCHEME = "tinker://"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What is saved of an adapter. The tensors are copies."""
+
+    shape: Shape
+    config: bytes
+    """Peft's adapter_config.json."""
+    tensors: dict[str, torch.Tensor]
+    """By the names of peft's files."""
+    optimizer: dict[str, torch.Tensor] | None
+    """Adam's state, where it is saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +109,8 @@ class Checkpoints:
         run: str,
         kind: str,
         name: str | None,
-        shape: Shape,
-        tensors: dict[str, torch.Tensor],
-        write_config: Callable[[Path], None],
+        adapter: Snapshot,
         *,
-        optimizer: dict[str, torch.Tensor] | None = None,
         overwrite: bool = False,
     ) -> Version:
         """Write a version durably, under its digest if it has no name. Its directory appears whole or not at all.
@@ -112,14 +121,15 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
         try:
-            write_config(draft)
-            save_file(tensors, draft / TENSORS, metadata={"format": "pt"})
-            if optimizer is not None:
-                save_file(optimizer, draft / OPTIMIZER)
-            _, digest = _read(draft)
+            data = save(adapter.tensors, metadata={"format": "pt"})
+            digest = hashlib.sha256(adapter.config + data).hexdigest()
+            (draft / CONFIG).write_bytes(adapter.config)
+            (draft / TENSORS).write_bytes(data)
+            if adapter.optimizer is not None:
+                save_file(adapter.optimizer, draft / OPTIMIZER)
             record = {
                 "digest": digest,
-                "shape": shape.as_json(),
+                "shape": adapter.shape.as_json(),
                 "base_model": self._base_model,
                 "created_s": time.time(),
             }
@@ -127,7 +137,7 @@ class Checkpoints:
             sync_to_disk(draft)
             target = folder / (name or digest[:32])
             if target.exists():
-                if not overwrite and not (optimizer is None and _record(target).get("digest") == digest):
+                if not overwrite and not (adapter.optimizer is None and _record(target).get("digest") == digest):
                     raise Refused(
                         f"{kind}/{target.name} of {run} is there already; take another name, or overwrite=True"
                     )

@@ -101,6 +101,14 @@ class Slots:
             self._users[digest] -= 1
             self._freed.set()
 
+    async def prepare(self, version: Version) -> None:
+        """Load a version that may be asked for soon, if one that is unused can make room."""
+        async with self._turn:
+            if version.digest not in self._users and (
+                len(self._users) < self._engine.slots or not all(self._users.values())
+            ):
+                await self._hold(version)
+
     async def _hold(self, version: Version) -> None:
         while version.digest not in self._users and len(self._users) >= self._engine.slots:
             unused = next((digest for digest, users in self._users.items() if not users), None)

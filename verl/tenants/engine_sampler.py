@@ -36,6 +36,7 @@ class EngineSampler:
         self._require: Callable[[Shape], None] | None = None
         """The first engine's: they are all alike."""
         self._starting = asyncio.Lock()
+        self._preparing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Called first. Raises what `start` of the engine raises."""
@@ -44,6 +45,19 @@ class EngineSampler:
     def require(self, shape: Shape) -> None:
         assert self._require is not None
         self._require(shape)
+
+    def prepare(self, version: Version) -> None:
+        """Have a living engine load it, unless all its places are used."""
+        if self._engine is not None:
+            task = asyncio.ensure_future(self._prepare(self._slots, version))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+
+    async def _prepare(self, slots: Slots, version: Version) -> None:
+        try:
+            await slots.prepare(version)
+        except Exception as exc:  # noqa: BLE001 - a sample of it is told
+            logger.info("%s was not loaded as it was saved: %s", version.path, exc)
 
     async def sample(self, version: Version | None, asked: Asked) -> bytes:
         """Raises EngineDied if the request is under way at two deaths, or no engine can be started again."""

@@ -75,6 +75,9 @@ class Sampler(Protocol):
     def require(self, shape: Shape) -> None:
         """Raises Refused, with the layers, for adapters of a shape that it cannot sample with."""
 
+    def prepare(self, version: Version) -> None:
+        """Samples of it may be asked for soon."""
+
     async def sample(self, version: Version | None, asked: Asked) -> bytes:
         """A SampleResponse of exactly this version, or of the base model. Log-probs are the model's own: before
         temperature, top-k and top-p. Raises Refused if the version's files have changed."""
@@ -92,6 +95,9 @@ class InProcessSampler:
 
     def require(self, shape: Shape) -> None:
         """Every adapter that is trained here is sampled here."""
+
+    def prepare(self, version: Version) -> None:
+        """The thread has other work until samples are asked for."""
 
     async def sample(self, version: Version | None, asked: Asked) -> bytes:
         return await self._worker.compute(lambda: self._sampled(version, asked))

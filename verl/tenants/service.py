@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.tenants import losses
 from verl.tenants.base import Base, Shape
-from verl.tenants.checkpoints import SCHEME, Checkpoints, Version, checked_name
+from verl.tenants.checkpoints import SCHEME, Checkpoints, Snapshot, Version, checked_name
 from verl.tenants.fields import Fields
 from verl.tenants.refused import Refused
 from verl.tenants.sample_requests import read_asked
@@ -149,7 +151,7 @@ class Service:
         """A step that was sent along with a refused batch is not done with the rest of the gradients."""
         if not batch.forward_only and not self._worker.knows(model.model_id, batch.seq_id):
             why = f"forward_backward (seq_id {batch.seq_id}) was refused: {why}"
-            self._worker.run(lambda: _of(model).spoil(why))
+            self._worker.run(model.model_id, lambda: _of(model).spoil(why))
 
     def optim_step(self, owner: str, asked: Fields) -> dict[str, Any]:
         model, number = self._sessions.model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
@@ -163,15 +165,27 @@ class Service:
         for name in ("beta1", "beta2"):
             if adam[name] >= 1:
                 raise Refused(f"adam_params.{name}={adam[name]} is not below 1")
-        return self._promise(owner, model, number, _print(adam), lambda: {"metrics": _of(model).step(adam)})
+        step = partial(_step, model, adam)
+        return self._promise(owner, model, number, _print(adam), step, short=True)
 
     def _promise(
-        self, owner: str, model: Model, number: int, fingerprint: str, work: Callable[[], Answer]
+        self,
+        owner: str,
+        model: Model,
+        number: int,
+        fingerprint: str,
+        work: Callable[[], Answer],
+        *,
+        short: bool = False,
     ) -> dict[str, Any]:
         """Requests of a model are done in the order of their numbers, which is that in which they come."""
+        submit = partial(self._worker.submit, owner, model.model_id, number, fingerprint, work, short=short)
+        return self._ordered(model, number, submit)
+
+    def _ordered(self, model: Model, number: int, submit: Callable[[], str]) -> dict[str, Any]:
         if number <= model.last and number > 0 and not self._worker.knows(model.model_id, number):
             raise Refused(f"seq_id {number} of {model.model_id} comes after {model.last}; they are to ascend from 1")
-        request_id = self._worker.submit(owner, model.model_id, number, fingerprint, work)
+        request_id = submit()
         model.last = max(model.last, number)
         return {"request_id": request_id, "model_id": model.model_id}
 
@@ -183,12 +197,11 @@ class Service:
         asked.without_effect("ttl_seconds", "user_metadata", "type")
         asked.end()
 
-        def save() -> Answer:
-            tenant = _of(model)
-            version = self._save(owner, model, "weights", name, optimizer=tenant.optimizer_state(), overwrite=overwrite)
+        def write(adapter: Snapshot) -> Answer:
+            version = self._checkpoints.save(owner, model.model_id, "weights", name, adapter, overwrite=overwrite)
             return {"type": "save_weights", "path": version.path}
 
-        return self._promise(owner, model, number, _print(name, overwrite), save)
+        return self._save(owner, model, number, _print(name, overwrite), write, optimizer=True)
 
     def save_weights_for_sampler(self, owner: str, asked: Fields) -> dict[str, Any]:
         model, number = self._sessions.model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
@@ -204,20 +217,33 @@ class Service:
         session = self._sessions.find(owner, session_id)
         sampler_id = f"{session_id}:sample:{sampler}"
 
-        def save() -> Answer:
-            version = self._save(owner, model, "sampler_weights", name)
+        loop = asyncio.get_running_loop()
+
+        def write(adapter: Snapshot) -> Answer:
+            version = self._checkpoints.save(owner, model.model_id, "sampler_weights", name, adapter)
             if name is not None:
                 return {"type": "save_weights_for_sampler", "path": version.path}
             session.samplers[sampler_id] = version
+            loop.call_soon_threadsafe(self._sampler.prepare, version)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-        return self._promise(owner, model, number, _print(name, sampler), save)
+        return self._save(owner, model, number, _print(name, sampler), write, optimizer=False)
 
-    def _save(self, owner: str, model: Model, kind: str, name: str | None, **options: Any) -> Version:
-        tenant = _of(model)
-        return self._checkpoints.save(
-            owner, model.model_id, kind, name, tenant.shape, tenant.tensors(), tenant.write_config, **options
-        )
+    def _save(
+        self,
+        owner: str,
+        model: Model,
+        number: int,
+        fingerprint: str,
+        write: Callable[[Snapshot], Answer],
+        *,
+        optimizer: bool,
+    ) -> dict[str, Any]:
+        def copy() -> Snapshot:
+            return _of(model).snapshot(optimizer=optimizer)
+
+        submit = partial(self._worker.save, owner, model.model_id, number, fingerprint, copy, write)
+        return self._ordered(model, number, submit)
 
     def load_weights(self, owner: str, asked: Fields) -> dict[str, Any]:
         path, optimizer = asked.take("path", str), asked.take("optimizer", bool)
@@ -334,6 +360,10 @@ class Service:
         given = asked.maybe("optimizer_config", dict)
         if given is not None and given.get("type") != "adamw":
             raise Refused(f"optimizer {given.get('type')!r} is not served, only adamw")
+
+
+def _step(model: Model, adam: Mapping[str, float]) -> Answer:
+    return {"metrics": _of(model).step(adam)}
 
 
 def _of(model: Model) -> Tenant:

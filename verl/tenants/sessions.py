@@ -67,7 +67,7 @@ class Sessions:
         for queue in (*session.models, *session.samplers):
             self._worker.forget(queue)
         for model in session.models.values():
-            self._worker.run(partial(_close, model))
+            self._worker.run(model.model_id, partial(_close, model))
 
     def model(self, owner: str, model_id: str) -> Model:
         session = self._open.get(model_id.partition(":")[0])

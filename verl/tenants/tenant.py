@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from verl.tenants.base import Base, Shape
-from verl.tenants.checkpoints import Version
+from verl.tenants.checkpoints import Snapshot, Version
 from verl.tenants.losses import TARGETS, loss_of
 from verl.tenants.refused import Refused
 from verl.tenants.wire import Batch, written_batch
@@ -24,6 +23,7 @@ class Tenant:
         self._base = base
         self._name = base.add(shape, seed)
         self._parameters = base.parameters(self._name)
+        self._config = base.config(self._name)
         self._has_gradients = False
         self._incomplete: str | None = None
         """Why gradients are not whole: a step with them would not be the one that was asked for."""
@@ -90,11 +90,16 @@ class Tenant:
         self._drop_gradients()
         return {"grad_norm": norm}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies, under the names of peft's files."""
-        return {name: parameter.detach().clone().contiguous() for name, parameter in self._parameters.items()}
+    def snapshot(self, *, optimizer: bool) -> Snapshot:
+        """A copy of it as it is now."""
+        return Snapshot(
+            shape=self.shape,
+            config=self._config,
+            tensors={name: parameter.detach().clone().contiguous() for name, parameter in self._parameters.items()},
+            optimizer=self._optimizer_state() if optimizer else None,
+        )
 
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
         return {
             f"{name}.{key}": value.detach().clone().contiguous()
             for name, parameter in self._parameters.items()
@@ -112,9 +117,6 @@ class Tenant:
             keys = [key for key in state if key.startswith(f"{name}.")]
             if keys:
                 self._optimizer.state[parameter] = {key.removeprefix(f"{name}."): state[key] for key in keys}
-
-    def write_config(self, directory: Path) -> None:
-        self._base.write_config(self._name, directory)
 
     def close(self) -> None:
         self._base.remove(self._name)

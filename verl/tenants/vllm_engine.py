@@ -26,7 +26,7 @@ from verl.tenants.base import Base, Shape
 from verl.tenants.checkpoints import Version
 from verl.tenants.engine import Drawing, Drawn, EngineDied
 from verl.tenants.refused import Refused
-from verl.tenants.vllm_extension import RPC_ADAPTABLE, RPC_HELD, SUFFIXES, AdapterExtension, digest_of
+from verl.tenants.vllm_extension import RPC_ADAPTABLE, RPC_HOLD, SUFFIXES, AdapterExtension, digest_of
 from verl.workers.rollout.vllm.adapter import LARGEST_RANK, engine_rank
 from verl.workers.rollout.vllm.control import LIVENESS_S, controlled
 from verl.workers.rollout.vllm.cores import assign_cores, bind_single_worker
@@ -82,6 +82,8 @@ class VLLMEngine:
         self._base, self._max_rank = base, max_rank
         self._requests: dict[str, LoRARequest] = {}
         """By digest, of what is held."""
+        self._unused: list[int] = []
+        """Ids that the next load takes the places of: it is one call of the engine then."""
         self._ids, self._numbers = itertools.count(1), itertools.count()
         self._lacking: dict[str, str] = {}
         """Kinds of layers of which it has no places for adapters, with one of them."""
@@ -145,16 +147,11 @@ class VLLMEngine:
     async def load(self, version: Version) -> None:
         wanted = await asyncio.to_thread(self._wanted, version)
         request = LoRARequest(version.digest, next(self._ids), str(version.directory))
-        try:
-            await self._control(self._running().add_lora(request))
-            asked = self._running().collective_rpc(RPC_HELD, args=(request.lora_int_id,))
-            held = (await self._control(asked))[0]
-            _check(version, wanted, held)
-        except EngineDied:
-            raise
-        except BaseException:
-            await self._control(self._running().remove_lora(request.lora_int_id))
-            raise
+        asked = request.lora_path, request.lora_int_id, list(self._unused)
+        self._unused.append(request.lora_int_id)  # unless it is found to be right
+        held = (await self._control(self._running().collective_rpc(RPC_HOLD, args=asked)))[0]
+        _check(version, wanted, held)
+        self._unused.clear()
         self._requests[version.digest] = request
 
     def _wanted(self, version: Version) -> dict[str, str]:
@@ -166,7 +163,7 @@ class VLLMEngine:
         }
 
     async def unload(self, digest: str) -> None:
-        await self._control(self._running().remove_lora(self._requests.pop(digest).lora_int_id))
+        self._unused.append(self._requests.pop(digest).lora_int_id)
 
     async def draw(
         self, prompt: Sequence[int], drawing: Drawing, digest: str | None

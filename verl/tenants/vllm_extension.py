@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import xxhash
+from vllm.lora.request import LoRARequest
 
 PREFIX, SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 """Of the names in peft's files, before and after those of the model's layers."""
-RPC_ADAPTABLE, RPC_HELD = "adaptable_layers", "held_adapter"
+RPC_ADAPTABLE, RPC_HOLD = "adaptable_layers", "hold_adapter"
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -26,11 +27,15 @@ class AdapterExtension:
         """The layers for which the engine has places of adapters, by the checkpoint's names."""
         return [layer for layer, *_ in _places(self.model_runner.get_model().lora_manager)]
 
-    def held_adapter(self: Any, adapter_id: int) -> dict[str, str]:
-        """Digests of the tensors that are computed with under this id, by the names of peft's files.
+    def hold_adapter(self: Any, directory: str, adapter_id: int, unused: list[int]) -> dict[str, str]:
+        """Load a version in the place of `unused` ones. Returns digests of the tensors that are computed with, by the
+        names of peft's files.
 
         Layers whose two tensors are zero are left out. Raises RuntimeError if values are beyond the adapter's rank.
         """
+        for each in unused:
+            self.remove_lora(each)
+        self.add_lora(LoRARequest(str(adapter_id), adapter_id, directory))
         manager = self.model_runner.get_model().lora_manager
         if manager.lora_index_to_id[-1] is not None:
             raise RuntimeError("the last slot has an adapter, and requests without one would be computed with it")

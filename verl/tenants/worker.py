@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from verl.tenants.refused import Refused
+from verl.tenants.turns import Turns
 
 KEPT = 2000
 """Answers of one queue, the newest."""
@@ -39,16 +39,48 @@ class Worker:
         """By owner, those under way."""
         self.outcomes: Counter[str] = Counter()
         """Of answers: done, user or server."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tenants")
+        self._turns = Turns()
         self._requests: dict[str, Request] = {}
         self._queues: dict[str, deque[str]] = {}
 
-    def submit(self, owner: str, queue: str, number: int | str, fingerprint: str, work: Callable[[], Answer]) -> str:
+    def submit(
+        self,
+        owner: str,
+        queue: str,
+        number: int | str,
+        fingerprint: str,
+        work: Callable[[], Answer],
+        *,
+        short: bool = False,
+    ) -> str:
         """Have `work` done on the thread, once for each `queue` and `number`; returns the id of the request.
 
-        Raises Refused if the same number came before with other content.
+        `short` work comes before longer work of other queues. Raises Refused if the same number came before with other
+        content.
         """
-        return self._once(owner, queue, number, fingerprint, lambda: self.compute(lambda: _answered(work)))
+
+        def begin() -> asyncio.Future[Answer]:
+            return asyncio.wrap_future(self._turns.submit(queue, lambda: _answered(work), short=short))
+
+        return self._once(owner, queue, number, fingerprint, begin)
+
+    def save(
+        self,
+        owner: str,
+        queue: str,
+        number: int | str,
+        fingerprint: str,
+        copy: Callable[[], T],
+        write: Callable[[T], Answer],
+    ) -> str:
+        """As `submit`, of what `write` answers: `copy` is done on the thread, before waiting work of other queues, and
+        `write` of it beside the thread. The queue goes on when it is written."""
+
+        def begin() -> asyncio.Future[Answer]:
+            saved = asyncio.wrap_future(self._turns.submit(queue, copy, write))
+            return asyncio.ensure_future(_awaited(lambda: saved))
+
+        return self._once(owner, queue, number, fingerprint, begin)
 
     def begin(
         self, owner: str, queue: str, number: int | str, fingerprint: str, work: Callable[[], Awaitable[Answer]]
@@ -70,7 +102,7 @@ class Worker:
 
     def compute(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """What `work` returns or raises, done in its turn on the thread."""
-        return asyncio.wrap_future(self._thread.submit(work))
+        return asyncio.wrap_future(self._turns.submit("", work))
 
     def _once(
         self,
@@ -116,16 +148,16 @@ class Worker:
         done, _ = await asyncio.wait([request.answer], timeout=timeout_s)
         return next(iter(done)).result() if done else None
 
-    def run(self, work: Callable[[], object]) -> None:
+    def run(self, queue: str, work: Callable[[], object]) -> None:
         """Have `work` done in its turn; nobody asks for its answer."""
-        self._thread.submit(_done, work)
+        self._turns.submit(queue, lambda: _done(work))
 
     def forget(self, queue: str) -> None:
         for request_id in self._queues.pop(queue, ()):
             self._requests.pop(request_id, None)
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._turns.close()
 
 
 def _done(work: Callable[[], object]) -> None:

@@ -12,6 +12,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from verl.tenants.base import Base
 from verl.tenants.checkpoints import Checkpoints
 from verl.tenants.http import API, application
+from verl.tenants.names import Names
+from verl.tenants.quota import Quota
 from verl.tenants.sampler import InProcessSampler
 from verl.tenants.service import Service
 from verl.tenants.wire import CONTENT_TYPE, FLOAT32, INT64, MESSAGES
@@ -21,9 +23,9 @@ NAME = "tiny"
 
 
 class Refusal(Exception):
-    def __init__(self, status, answer):
+    def __init__(self, status, answer, after_s=None):
         super().__init__(answer["error"])
-        self.status = status
+        self.status, self.after_s = status, after_s
 
 
 class NotYet(Exception):
@@ -43,6 +45,7 @@ class Server:
         make_sampler=lambda own, base: own,
         most_beside=None,
         most_versions=None,
+        quota=None,
         **options,
     ):
         """`make_sampler`: the sampler, of the one in this process and the base."""
@@ -50,8 +53,15 @@ class Server:
         settings = {"names": [NAME], "max_tenants": 8, "max_rank": 64, "alpha": 32} | options
         worker = Worker(most_beside=most_beside)
         self.sampler = make_sampler(InProcessSampler(self.base, worker), self.base)
+        checkpoints = Checkpoints(output, NAME, most=most_versions)
         self.service = Service(
-            self.base, self.sampler, Checkpoints(output, NAME, most=most_versions), worker, **settings
+            self.base,
+            self.sampler,
+            checkpoints,
+            Names(output, checkpoints),
+            worker,
+            quota=quota or Quota(),
+            **settings,
         )
         self.http = TestClient(TestServer(application(self.service, keys)))
 
@@ -80,7 +90,7 @@ class Client:
             if response.status == 408:
                 raise NotYet
             if response.status != 200:
-                raise Refusal(response.status, await response.json())
+                raise Refusal(response.status, await response.json(), response.headers.get("Retry-After"))
             return await response.read() if response.content_type == CONTENT_TYPE else await response.json()
 
     async def call(self, name, **fields):
@@ -105,6 +115,14 @@ class Client:
         async with self.http.delete(where, headers={"X-API-Key": self.key}) as response:
             if response.status != 204:
                 raise Refusal(response.status, await response.json())
+
+    async def set_name(self, name, path):
+        async with self.http.put(
+            f"{API}names/{name}", headers={"X-API-Key": self.key}, json={"path": path}
+        ) as response:
+            if response.status != 200:
+                raise Refusal(response.status, await response.json())
+            return await response.json()
 
     async def ready(self, promise):
         """None if the server says that it is not there yet, which it does after some seconds."""

@@ -99,6 +99,8 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
     from verl.tenants.base import Base
     from verl.tenants.checkpoints import Checkpoints
     from verl.tenants.http import application
+    from verl.tenants.names import Names
+    from verl.tenants.quota import Quota
     from verl.tenants.service import Service, served_names
     from verl.tenants.worker import Worker
 
@@ -112,12 +114,15 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
     if options.max_context is not None:
         base.context = min(base.context, options.max_context)
     names = served_names(options.model, options.name)
+    checkpoints = Checkpoints(options.output, options.name or str(options.model.resolve()), most=options.max_versions)
     worker = Worker(most_beside=options.max_samples)
     service = Service(
         base,
         await _sampler(options, base, worker),
-        Checkpoints(options.output, options.name or str(options.model.resolve()), most=options.max_versions),
+        checkpoints,
+        Names(options.output, checkpoints),
         worker,
+        quota=Quota(options.tokens_per_minute),
         names=names,
         max_tenants=options.max_tenants,
         max_rank=options.max_rank,
@@ -216,6 +221,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-versions", type=_number(1, 10**6), metavar="N", help="saved versions of an owner (default: no limit)"
+    )
+    parser.add_argument(
+        "--tokens-per-minute",
+        type=_number(1, 10**12),
+        metavar="N",
+        help="tokens that an owner trains and samples; clients wait for more (default: no limit)",
     )
     parser.add_argument(
         "--max-rank",

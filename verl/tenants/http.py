@@ -35,6 +35,7 @@ def application(service: Service, keys: Mapping[str, str] | None = None) -> web.
     app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_told])
     for name, about in {
         "healthz": lambda owner, _: {"status": "ok"},
+        "names": lambda owner, _: service.names(owner),
         "get_server_capabilities": lambda owner, _: service.capabilities(),
         "samplers/{id}": service.sampler_info,
         "training_runs/{id}": service.training_run,
@@ -62,6 +63,7 @@ def application(service: Service, keys: Mapping[str, str] | None = None) -> web.
     app.router.add_get(f"{API}checkpoints", api.checkpoints)
     app.router.add_get(f"{API}training_runs/{{id}}/checkpoints", api.checkpoints)
     app.router.add_delete(f"{API}training_runs/{{id}}/checkpoints/{{checkpoint:.+}}", api.delete_checkpoint)
+    app.router.add_put(f"{API}names/{{name}}", api.set_name)
     app.router.add_post(f"{API}sessions/{{id}}/finish", api.of_path(service.finish))
     app.router.add_post(f"{API}forward_backward", api.train)
     app.router.add_post(f"{API}retrieve_future", api.answer)
@@ -127,6 +129,11 @@ class _Api:
         self._service.delete_checkpoint(owner, where["id"], where["checkpoint"])
         return web.Response(status=204)
 
+    async def set_name(self, request: web.Request) -> web.Response:
+        owner = self._owner(request)
+        told = await self._service.set_name(owner, request.match_info["name"], await _fields(request))
+        return web.json_response(told)
+
     async def unknown(self, request: web.Request) -> web.Response:
         self._owner(request)
         where = f"{request.method} {request.path}"
@@ -139,7 +146,8 @@ async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except Refused as exc:
         logger.info("%s refused: %s", request.path, exc)
-        return web.json_response({"error": str(exc), "category": "user"}, status=exc.status)
+        headers = {} if exc.after_s is None else {"Retry-After": str(exc.after_s)}
+        return web.json_response({"error": str(exc), "category": "user"}, status=exc.status, headers=headers)
 
 
 async def _fields(request: web.Request) -> Fields:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 
 class Refused(Exception):
-    """A request that cannot be done as it was asked, with the remedy; clients repeat none with this HTTP `status`."""
+    """A request that cannot be done as it was asked, with the remedy; clients repeat none with this HTTP `status`.
 
-    def __init__(self, what: str, *, status: int = 400) -> None:
+    With 429 they do, `after_s` seconds later if that is given.
+    """
+
+    def __init__(self, what: str, *, status: int = 400, after_s: int | None = None) -> None:
         super().__init__(what)
-        self.status = status
+        self.status, self.after_s = status, after_s

@@ -16,12 +16,14 @@ from verl.tenants import losses
 from verl.tenants.base import Base, Shape
 from verl.tenants.checkpoints import SCHEME, Checkpoints, Snapshot, Version, checked_name
 from verl.tenants.fields import Fields
+from verl.tenants.names import PREFIX, Names
+from verl.tenants.quota import Quota
 from verl.tenants.refused import Refused
 from verl.tenants.sample_requests import read_asked
 from verl.tenants.sampler import Asked, Sampler
 from verl.tenants.sessions import Model, Sessions
 from verl.tenants.tenant import Tenant
-from verl.tenants.wire import Batch, read_batch
+from verl.tenants.wire import Batch, read_batch, sampled_tokens
 from verl.tenants.worker import Answer, Worker
 
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
@@ -36,20 +38,22 @@ class Service:
         base: Base,
         sampler: Sampler,
         checkpoints: Checkpoints,
+        versions: Names,
         worker: Worker,
         *,
+        quota: Quota,
         names: Collection[str],
         max_tenants: int,
         max_rank: int,
         alpha: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`names`: what clients may call the base model; the first one is told."""
+        """`versions`: finds those of `checkpoints`. `names`: of the base model; the first one is told."""
         self.name = next(iter(names))
         self._names = set(names)
         self._base, self._sampler, self._checkpoints = base, sampler, checkpoints
         self._max_rank, self._alpha = max_rank, alpha
-        self._worker = worker
+        self._worker, self._versions, self._quota = worker, versions, quota
         self._sessions = Sessions(worker, max_tenants=max_tenants, clock=clock)
 
     def close(self) -> None:
@@ -145,7 +149,18 @@ class Service:
         except Refused as exc:
             self._spoil(model, batch, str(exc))
             raise
-        return self._promise(owner, model, batch.seq_id, batch.fingerprint(), lambda: _of(model).compute(batch))
+        new = not self._worker.knows(model.model_id, batch.seq_id)
+        try:
+            if new:
+                self._quota.require(owner)
+        except Refused:
+            model.postponed = model.postponed if batch.forward_only else batch.seq_id
+            raise
+        work = partial(_compute, model, batch)
+        promise = self._promise(owner, model, batch.seq_id, batch.fingerprint(), work)
+        if new:
+            self._quota.take(owner, sum(len(datum.tokens) for datum in batch.data))
+        return promise
 
     def _spoil(self, model: Model, batch: Batch, why: str) -> None:
         """A step that was sent along with a refused batch is not done with the rest of the gradients."""
@@ -185,6 +200,11 @@ class Service:
     def _ordered(self, model: Model, number: int, submit: Callable[[], str]) -> dict[str, Any]:
         if number <= model.last and number > 0 and not self._worker.knows(model.model_id, number):
             raise Refused(f"seq_id {number} of {model.model_id} comes after {model.last}; they are to ascend from 1")
+        if model.postponed is not None and number >= model.postponed:
+            if number > model.postponed:
+                why = f"forward_backward (seq_id {model.postponed}) was to wait, and was not sent again"
+                self._worker.run(model.model_id, lambda: _of(model).spoil(why))
+            model.postponed = None
         request_id = submit()
         model.last = max(model.last, number)
         return {"request_id": request_id, "model_id": model.model_id}
@@ -257,7 +277,7 @@ class Service:
             model, number = self._sessions.model(owner, model_id), asked.number("seq_id", int, None, 1)
         else:
             session_id, model_number = asked.take("session_id", str), asked.number("model_seq_id", int, None, 0)
-            found = self._checkpoints.find(owner, path)
+            found = self._versions.find(owner, path)
             self._sampler.require(found.shape)
             if optimizer:
                 found.require_optimizer()  # before a place is taken
@@ -265,7 +285,7 @@ class Service:
         asked.end()
 
         def load() -> Answer:
-            version = self._checkpoints.find(owner, path)
+            version = self._versions.find(owner, path)
             tenant = model.tenant or Tenant(self._base, version.shape, seed=0)
             try:
                 tenant.load(version, optimizer=optimizer)
@@ -279,7 +299,7 @@ class Service:
         return self._promise(owner, model, number, _print(path, optimizer), load)
 
     def weights_info(self, owner: str, asked: Fields) -> dict[str, Any]:
-        shape = self._checkpoints.find(owner, asked.take("tinker_path", str)).shape
+        shape = self._versions.find(owner, asked.take("tinker_path", str)).shape
         return {
             "base_model": self.name,
             "is_lora": True,
@@ -309,7 +329,18 @@ class Service:
 
     def delete_checkpoint(self, owner: str, run: str, checkpoint_id: str) -> None:
         """Samplers of it that the engine does not hold are refused then."""
-        self._checkpoints.delete(owner, f"{SCHEME}{run}/{checkpoint_id}")
+        self._versions.delete(owner, f"{SCHEME}{run}/{checkpoint_id}")
+
+    def names(self, owner: str) -> dict[str, Any]:
+        return {"names": self._versions.all(owner)}
+
+    async def set_name(self, owner: str, name: str, asked: Fields) -> dict[str, Any]:
+        """Requests to sample with the name that come after this have the version; those before keep theirs."""
+        path = asked.take("path", str)
+        asked.end()
+        version = await asyncio.to_thread(self._versions.set, owner, name, path)
+        self._sampler.prepare(version)
+        return {"path": PREFIX + name, "version": version.path, "digest": version.digest}
 
     # Samplers.
 
@@ -323,27 +354,39 @@ class Service:
             self._check_base(base_model)
         elif path is None:
             raise Refused("create_sampling_session needs base_model or model_path")
-        version = None if path is None else self._checkpoints.find(owner, path)
+        version = None if path is None else self._versions.find(owner, path)
         if version is not None:
             self._sampler.require(version.shape)
         sampler_id = f"{session_id}:sample:{number}"
-        known = session.samplers.setdefault(sampler_id, version)
-        if (known and known.digest) != (version and version.digest):
+        given = path if path is not None and path.startswith(PREFIX) else version
+        if _which(session.samplers.setdefault(sampler_id, given)) != _which(given):
             raise Refused(f"sampler {sampler_id} is of another version")
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     def sampler_info(self, owner: str, sampler_id: str) -> dict[str, Any]:
         version = self._sessions.version(owner, sampler_id)
-        return {"sampler_id": sampler_id, "base_model": self.name, "model_path": version and version.path}
+        path = version.path if isinstance(version, Version) else version
+        return {"sampler_id": sampler_id, "base_model": self.name, "model_path": path}
 
     def sample(self, owner: str, fields: Fields) -> dict[str, Any]:
         sampler_id, number = fields.take("sampling_session_id", str), fields.number("seq_id", int, None, 0)
-        version = self._sessions.version(owner, sampler_id)
+        found = self._sessions.version(owner, sampler_id)
         asked = read_asked(fields, self._base)
+        new = not self._worker.knows(sampler_id, number)
+        if new:
+            self._quota.require(owner)
+        version = self._versions.find(owner, found) if new and isinstance(found, str) else found
         sequences = [f"{sampler_id}:{number}:{index}" for index in range(asked.number)]
-        request_id = self._worker.begin(
-            owner, sampler_id, number, _print(asked), lambda: self._sampler.sample(version, asked)
-        )
+
+        async def sample() -> Answer:
+            assert not isinstance(version, str)
+            message = await self._sampler.sample(version, asked)
+            self._quota.take(owner, sampled_tokens(message))
+            return message
+
+        request_id = self._worker.begin(owner, sampler_id, number, _print(asked), sample)
+        if new:
+            self._quota.take(owner, len(asked.prompt))
         return {"request_id": request_id, "sample_sequence_ids": sequences}
 
     # Answers.
@@ -360,6 +403,10 @@ class Service:
         given = asked.maybe("optimizer_config", dict)
         if given is not None and given.get("type") != "adamw":
             raise Refused(f"optimizer {given.get('type')!r} is not served, only adamw")
+
+
+def _compute(model: Model, batch: Batch) -> Answer:
+    return _of(model).compute(batch)
 
 
 def _step(model: Model, adam: Mapping[str, float]) -> Answer:
@@ -380,7 +427,12 @@ def _checkpoint(version: Version) -> dict[str, Any]:
         "time": datetime.fromtimestamp(version.created_s, UTC).isoformat(),
         "tinker_path": version.path,
         "size_bytes": version.nbytes,
+        "user_metadata": {"digest": version.digest},
     }
+
+
+def _which(version: Version | str | None) -> str | None:
+    return version.digest if isinstance(version, Version) else version
 
 
 def _print(*content: Any) -> str:

@@ -28,6 +28,8 @@ class Model:
     """Set, like `shape`, by the worker when it makes it."""
     last: int = 0
     """The newest seq_id."""
+    postponed: int | None = None
+    """The seq_id of a batch that is to be sent again, for its owner's quota."""
 
 
 @dataclass(kw_only=True)
@@ -35,7 +37,8 @@ class Session:
     owner: str
     heard: float
     models: dict[str, Model] = field(default_factory=dict)
-    samplers: dict[str, Version | None] = field(default_factory=dict)
+    samplers: dict[str, Version | str | None] = field(default_factory=dict)
+    """Each one's version, or the path of a name; None is the base model."""
 
 
 class Sessions:
@@ -97,7 +100,7 @@ class Sessions:
     def number_of_models(self) -> int:
         return sum(len(session.models) for session in self._open.values())
 
-    def version(self, owner: str, sampler_id: str) -> Version | None:
+    def version(self, owner: str, sampler_id: str) -> Version | str | None:
         session = self._open.get(sampler_id.partition(":")[0])
         if session is None or session.owner != owner or sampler_id not in session.samplers:
             raise Refused(f"there is no sampler {sampler_id!r} of this key, or its session has ended", status=404)

@@ -215,6 +215,11 @@ def written_samples(
     return bytes(message.SerializeToString())
 
 
+def sampled_tokens(message: bytes) -> int:
+    """How many tokens a SampleResponse has."""
+    return sum(len(each.tokens) // 4 for each in MESSAGES["SampleResponse"].FromString(message).sequences)
+
+
 def _write_likeliest(into: Any, likeliest: Likeliest) -> None:
     into.length, into.k = likeliest.tokens.shape
     into.token_ids, into.logprobs = likeliest.tokens.tobytes(), likeliest.logprobs.tobytes()

@@ -17,6 +17,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint_engine.fakes import soon
+from tests.tenants.test_tinker_client import COOKBOOK, check_loops, needs_tinker
+from tests.tenants.test_tinker_client import said as written_by_user
 from tests.tenants.test_training import ADAM, PROMPT, adapter_of, batches
 from tests.tenants.wire_client import NAME, Client, Refusal, samples
 from tests.warm_workers import Fork
@@ -228,6 +230,14 @@ async def test_requests_of_a_killed_engine_are_begun_again_and_the_log_says_so(s
         assert tokens == first[0][0]
         np.testing.assert_allclose(logprobs, first[0][1], atol=1e-5)
         assert "the engine died; it is started again, and requests under way are begun again" in served.log.read_text()
+
+
+@pytest.mark.cells(7)
+@needs_tinker
+async def test_the_loops_of_the_cookbook_sample_with_vllm(served, tmp_path):
+    url = re.search(r"at (http://\S+)", served.log.read_text())[1]
+    await written_by_user(COOKBOOK, url, served.model, tmp_path)
+    check_loops(tmp_path, served.output, equal=1e-4)
 
 
 async def test_auto_samples_with_transformers_and_says_why_if_vllm_cannot_with_every_adapter(warm, tmp_path):

@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-
 # Images for containers set it. Then each of a job's dozen processes would compile this project for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run models soak sglang vision environments tinker mutants check test test-all lint style types imports docs wheels format lock clean distclean
+.PHONY: help install run models soak sglang vision environments tinker trackers mutants check test test-all lint style types imports docs wheels format lock clean distclean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,7 +25,7 @@ run: install ## train: python -m verl.trainer.main_ppo; overrides in ARGS="key=v
 test: install sglang vision ## the quick tests, and each capability once with its real parts
 	@$(PYTEST) --cells all -m "not job or once" $(ARGS)
 
-test-all: install sglang vision environments tinker ## every test; of long matrices and jobs the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
+test-all: install sglang vision environments tinker trackers ## every test; of long matrices and jobs the day's part (ARGS="--cells all": all); options for pytest in ARGS="..."
 	@$(PYTEST) --cells today $(ARGS)
 
 soak: install ## five minutes of random faults over a real run: what it survives, and how soon; ARGS="--minutes 60 --seed 7 --mode hybrid"
@@ -67,6 +67,13 @@ tinker: install ## Tinker's client and cookbook into .venv/tinker, for tests of 
 	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --target .venv/tinker \
 	        --requirement requirements/tinker.txt && touch .venv/tinker/installed; } || \
 	    echo "tinker cannot be installed; what it said is above. Its tests are skipped."
+
+trackers: install ## services of trainer.logger into .venv/trackers, for tests of them; without, they are skipped
+	@test requirements/trackers.txt -ot .venv/trackers/installed || { \
+	    rm -rf .venv/trackers && \
+	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --target .venv/trackers \
+	        --requirement requirements/trackers.txt && touch .venv/trackers/installed; } || \
+	    echo "trackers cannot be installed; what it said is above. Their tests are skipped."
 
 # Beside the environment as well, and without what Cosmic Ray itself needs for running tests.
 mutants: install ## which tests find which faults of a package, in 10 minutes: PACKAGE=verl/checkpoint_engine/plan; ARGS="--sample 50 --seed 1"

@@ -52,6 +52,7 @@ PLACES = (
     "tests/tenants/test_tinker_client.py",
     "tests/trainer/fleet/test_session.py",
     "tests/trainer/ppo/test_even_batches.py::test_three_ranks_learn",
+    "tests/utils/test_tracking_services.py",
     "tests/workers/engine/test_together.py::test_decoded",
     "tests/workers/engine/test_together.py::test_gradients",
     "tests/workers/engine/test_together.py::test_log_probs",

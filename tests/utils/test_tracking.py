@@ -7,7 +7,7 @@ import pytest
 
 from verl.utils.config import ConfigError
 from verl.utils.tracking import Tracking, read_metrics
-from verl.utils.tracking_services import Histogram
+from verl.utils.tracking_services import SERVICES, Histogram, Sample, mlflow_name
 
 
 def track(tmp_path, *backends, **options):
@@ -114,100 +114,38 @@ def test_a_missing_package_is_an_error_before_work_starts_that_names_the_extra(t
         track(tmp_path, "jsonl", "wandb")
 
 
-def test_wandb_receives_run_config_and_steps(tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text(
-        "calls = []\n"
-        "class Run:\n"
-        "    def log(self, metrics, step): calls.append((step, metrics))\n"
-        "    def finish(self): calls.append('finish')\n"
-        "def init(**arguments):\n"
-        "    calls.append(arguments)\n"
-        "    return Run()\n"
+def test_a_service_that_fails_later_is_told_and_the_others_get_the_step(tmp_path, monkeypatch, caplog):
+    (tmp_path / "trackio.py").write_text(
+        "def init(**_): pass\ndef finish(): pass\ndef log(*_, **__): raise ValueError('no such name')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with track(tmp_path, "wandb") as tracking:
+    with track(tmp_path, "trackio", "jsonl") as tracking:
         tracking.log({"a": 1}, 5)
-    import wandb
-
-    arguments, logged, finished = wandb.calls
-    monkeypatch.delitem(sys.modules, "wandb")
-    assert arguments == {
-        "project": "project",
-        "name": "experiment",
-        "config": {"actor": {"lr": 1e-6}},
-        "dir": str(tmp_path / "out"),
-    }
-    assert (logged, finished) == ((5, {"a": 1.0}), "finish")
+    del sys.modules["trackio"]
+    assert "metrics of step 5 are not with TrackioTracker: ValueError: no such name" in caplog.text
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl") == [{"step": 5, "a": 1.0}]
 
 
-RECORDING = """
-calls = []
-
-class Recorder:
-    def __init__(self, path):
-        self.path = path
-
-    def __getattr__(self, name):
-        return Recorder(f"{self.path}.{name}")
-
-    def __call__(self, *args, **arguments):
-        if self.path == "mlflow.is_tracking_uri_set":
-            return False
-        calls.append((self.path, args, arguments))
-        return Recorder(f"{self.path}()")
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Recorder(f"{__name__}.{name}")
-"""
-CONFIG = {"actor": {"lr": 1e-6}}
-CALLS = {
-    "swanlab": [
-        (
-            "init",
-            (),
-            {"project": "project", "experiment_name": "experiment", "config": CONFIG, "logdir": "OUT/swanlab"},
-        ),
-        ("log", ({"val/acc/mean@4": 1.0},), {"step": 5}),
-        ("finish", (), {}),
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("val-core/openai/gsm8k/acc/mean@4", "val-core/openai/gsm8k/acc/mean_at_4"),
+        ("val-core//data/math (v2)/reward", "val-core/data/math _v2_/reward"),
+        ("val-core/../数学/acc", "val-core/数学/acc"),
     ],
-    "mlflow": [
-        ("set_tracking_uri", ("sqlite:///OUT/mlflow.db",), {}),
-        ("set_experiment", ("project",), {}),
-        ("start_run", (), {"run_name": "experiment"}),
-        ("log_params", ({"actor.lr": "1e-06"},), {}),
-        ("log_metrics", ({"val/acc/mean_at_4": 1.0},), {"step": 5}),
-        ("end_run", (), {}),
-    ],
-    "trackio": [
-        ("init", (), {"project": "project", "name": "experiment", "config": CONFIG}),
-        ("log", ({"val/acc/mean@4": 1.0},), {"step": 5}),
-        ("finish", (), {}),
-    ],
-    "clearml": [
-        (
-            "Task.init",
-            (),
-            {"project_name": "project", "task_name": "experiment", "continue_last_task": False, "output_uri": False},
-        ),
-        ("Task.init().connect_configuration", (CONFIG,), {"name": "configuration"}),
-        ("Task.init().get_logger", (), {}),
-        ("Task.init().get_logger().report_scalar", ("val", "acc/mean@4", 1.0, 5), {}),
-        ("Task.init().close", (), {}),
-    ],
-}
+)
+def test_mlflow_gets_names_that_it_takes(name, taken):
+    assert mlflow_name(name) == taken
 
 
-@pytest.mark.parametrize("service", CALLS)
-def test_a_service_receives_run_config_and_steps(tmp_path, monkeypatch, service):
-    (tmp_path / f"{service}.py").write_text(RECORDING)
-    monkeypatch.syspath_prepend(tmp_path)
-    with track(tmp_path, service) as tracking:
-        tracking.log({"val/acc/mean@4": 1}, 5)
-    recorded = sys.modules.pop(service).calls
-    found = repr([(path.removeprefix(f"{service}."), *rest) for path, *rest in recorded])
-    assert found.replace(str(tmp_path / "out"), "OUT") == repr(CALLS[service])
+def test_tensorboard_shows_samples_of_the_validation(tmp_path):
+    with track(tmp_path, "console", "tensorboard") as tracking:
+        tracking.log_samples([Sample("1+1=", "2", 1.0)], 4)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+    (shown,) = events.Tensors("val/generations/text_summary")
+    assert (shown.step, shown.tensor_proto.string_val[0].decode()) == (4, "1: 1+1=\n\n2")
 
 
 def test_a_service_that_cannot_start_is_one_line(tmp_path, monkeypatch):
@@ -218,7 +156,7 @@ def test_a_service_that_cannot_start_is_one_line(tmp_path, monkeypatch):
     del sys.modules["trackio"]
 
 
-@pytest.mark.parametrize("service", CALLS)
+@pytest.mark.parametrize("service", SERVICES)
 def test_a_service_without_its_package_is_told_before_work_starts(tmp_path, monkeypatch, service):
     monkeypatch.setitem(sys.modules, service, None)
     with pytest.raises(ConfigError, match=rf"trainer.logger={service} needs .*: pip install 'verl-sync\[{service}\]'"):

@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from verl.checkpoint_engine.support import records
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.console import StepConsole
-from verl.utils.tracking_services import SERVICES, Histogram, Run, Tracker, writable
+from verl.utils.tracking_services import SAMPLES, SERVICES, Histogram, Run, Sample, ShowsSamples, Tracker, writable
 
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Tracking:
     """Sends the metrics of every step to all backends. A context manager: leaving it closes them.
 
-    A backend that cannot write to a full disk is logged and does not end the run.
+    A backend that fails later, with a full disk or a service that is away, is logged and does not end the run.
 
     Raises ConfigError at construction, after closing all backends, for an unknown backend, a missing package or an
     output directory that cannot be written.
@@ -74,12 +74,17 @@ class Tracking:
         """
         scalars = {name: float(value) for name, value in metrics.items()}
         for tracker in self._trackers:
-            try:
+            with _surviving(tracker, f"metrics of step {step}"):
                 if isinstance(tracker, TensorboardTracker):
                     tracker.draw(histograms or {}, step)
                 tracker.log(scalars, step)
-            except OSError as exc:
-                logger.error("metrics of step %d are not with %s: %s", step, type(tracker).__name__, exc)  # noqa: TRY400
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Show samples of the validation at `step` where the service can. Called before `log` of that step."""
+        for tracker in self._trackers:
+            if isinstance(tracker, ShowsSamples):
+                with _surviving(tracker, f"samples of step {step}"):
+                    tracker.log_samples(samples, step)
 
     def show_phase(self, text: str) -> None:
         """Show the present phase on the console: `gen 120/512 answers, 3.1k tok/s`. Called from any thread."""
@@ -156,6 +161,10 @@ class TensorboardTracker:
         self._writer = self._make(purge_step=run.resume_step + 1 if run.resume_step else None)
         self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```")
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        text = "\n\n".join(f"{each.score:g}: {each.prompt}\n\n{each.answer}" for each in samples)
+        self._writer.add_text(SAMPLES, text, step)
+
     def draw(self, histograms: Mapping[str, Histogram], step: int) -> None:
         """Write the histograms. Their values are unknown, so sums are computed from the limits."""
         for name, histogram in histograms.items():
@@ -206,6 +215,16 @@ def _started(backend: str, run: Run) -> Tracker:
     except Exception as exc:
         what = (str(exc).strip() or "no reason is given").splitlines()[0]
         raise ConfigError(f"trainer.logger={backend} cannot start: {type(exc).__name__}: {what}") from exc
+
+
+@contextmanager
+def _surviving(tracker: Tracker, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:
+        if isinstance(tracker, (StepConsole, JsonlTracker, TensorboardTracker)) and not isinstance(exc, OSError):
+            raise  # a mistake of ours; each service has errors of its own
+        logger.error("%s are not with %s: %s: %s", what, type(tracker).__name__, type(exc).__name__, exc)  # noqa: TRY400
 
 
 def missing_packages(backends: Sequence[str]) -> list[str]:

@@ -74,6 +74,7 @@ def train(
                 rollouts=rollouts,
                 reward_manager=reward_manager,
                 dataloader=job.loaders["val"],
+                show=tracking.log_samples,
             ),
             checkpoints=job.checkpoints,
             tracking=tracking,

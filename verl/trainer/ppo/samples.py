@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from verl.checkpoint_engine.support import records
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.record import SECRET
 from verl.utils.console import boxed
+from verl.utils.tracking_services import Sample
 from verl.workers.reward_manager import RewardOutput
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ _COLUMNS = {
     "stop_reason": "__stop_reason__",
 }
 """What a file of samples calls a column of the batch."""
+SHUFFLED_BY = 42
+"""verl's seed for the choice of samples."""
 SHORTEST_SECRET = 6
 """Characters; shorter values could occur in any text."""
 
@@ -66,6 +70,24 @@ class SampleWriter:
         for row in _rows(batch[:count], reward):
             title = f"{what}, {row.get('data_source', 'sample')}: score {row['score']:.3g}"
             logger.info("%s", boxed(title, {name: without_secrets(text) for name, text in _told(row).items()}))
+
+
+def samples_of(batch: DataProto, reward: RewardOutput) -> list[Sample]:
+    """What people read of each sample of `batch`."""
+    prompts = batch.non_tensor_batch.get("raw_prompt", [None] * len(batch))
+    scores = reward.reward_tensor.sum(-1).tolist()
+    each = zip(prompts, reward.responses, scores, strict=True)
+    return [
+        Sample(without_secrets(_asked(prompt)), without_secrets(str(answer)), score) for prompt, answer, score in each
+    ]
+
+
+def chosen(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Those that verl shows of a validation: the same prompts each time, of all data sources."""
+    ordered = sorted(samples, key=lambda sample: sample.prompt)
+    order = np.arange(len(ordered))
+    np.random.RandomState(SHUFFLED_BY).shuffle(order)
+    return [ordered[index] for index in order[:count]]
 
 
 def without_secrets(text: str) -> str:
@@ -113,10 +135,16 @@ def _rows(batch: DataProto, reward: RewardOutput) -> list[dict[str, Any]]:
 def _told(row: dict[str, Any]) -> dict[str, str]:
     """What people read on the console."""
     asked = row.get("prompt")
-    if isinstance(asked, (list, tuple, np.ndarray)):
-        asked = "\n".join(map(_said, asked))
-    told = {"prompt": asked, "answer": row["response"], "truth": row["ground_truth"]}
+    told = {
+        "prompt": None if asked is None else _asked(asked),
+        "answer": row["response"],
+        "truth": row["ground_truth"],
+    }
     return {name: str(value) for name, value in told.items() if value is not None}
+
+
+def _asked(prompt: Any) -> str:
+    return "\n".join(map(_said, prompt)) if isinstance(prompt, (list, tuple, np.ndarray)) else str(prompt)
 
 
 def _said(message: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.trainer.ppo.generation import Rollouts, joined
 from verl.trainer.ppo.metric_utils import process_validation_metrics, validation_names
-from verl.trainer.ppo.samples import SampleWriter
+from verl.trainer.ppo.samples import SampleWriter, chosen, samples_of
 from verl.utils.dataset import PromptLoader
+from verl.utils.tracking_services import Sample
 from verl.workers.config import PPOConfig
 from verl.workers.reward_manager import Failures, RewardManager
 
@@ -30,11 +32,14 @@ class Validator:
         rollouts: Rollouts,
         reward_manager: RewardManager,
         dataloader: PromptLoader,
+        show: Callable[[Sequence[Sample], int], None] = lambda samples, step: None,
     ) -> None:
+        """`show` is called with `trainer.log_val_generations` samples of each validation, and its step."""
         self._config = config
         self._rollouts = rollouts
         self._reward_manager = reward_manager
         self._dataloader = dataloader
+        self._show = show
         directory = config.trainer.validation_data_dir
         self._samples = SampleWriter(Path(directory) if directory else None)
 
@@ -44,6 +49,8 @@ class Validator:
         uids: list[str] = []
         infos: dict[str, list[Any]] = defaultdict(list)
         turns: list[int] = []
+        told: list[Sample] = []
+        shown = self._config.trainer.log_val_generations
         per_prompt = self._config.actor_rollout_ref.rollout.val_kwargs.n
         failures = Failures(self._config.reward_model.max_failed, total=self._dataloader.num_prompts * per_prompt)
         self._samples.forget_after(step - 1)
@@ -64,9 +71,11 @@ class Validator:
             uids += batch.non_tensor_batch["uid"].tolist()
             turns += batch.non_tensor_batch.get("__num_turns__", np.array([])).tolist()
             self._samples.write(step, batch, reward)
+            told += samples_of(batch, reward) if shown else []
             if not batch_index:
-                count = max(1, self._config.trainer.log_val_generations)
-                self._samples.show(f"held-out sample, step {step}", batch, reward, count)
+                self._samples.show(f"held-out sample, step {step}", batch, reward, max(1, shown))
+        if told:
+            self._show(chosen(told, shown), step)
         metrics = validation_names(process_validation_metrics(sources, uids, infos))
         if turns:
             spread = {"min": min(turns), "max": max(turns), "mean": float(np.mean(turns))}

@@ -97,7 +97,9 @@ class TrainerConfig:
     default_local_dir: str | None = option(None, "output directory; null: checkpoints/<project_name>/<experiment_name>")
     critic_warmup: int = option(0, "first steps, in which only the critic learns", least=0)
     balance_batch: bool = option(True, "give every rank about the same number of tokens")
-    log_val_generations: int = option(0, "validation samples shown on the console; 0: one", least=0)
+    log_val_generations: int = option(
+        0, "validation samples shown on the console and in services; 0: one on the console", least=0
+    )
     show_samples_freq: int = option(
         10, "show a training sample on the console every so many steps; -1: never", least=-1
     )

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.originals.drawn_runs import ACTOR, CORRECTION, CRITIC
-from tests.originals.original import OURS, VERL, computed
+from tests.originals.original import OURS, VERL, computed, differences
 from tests.originals.test_drawn_steps import differing
 from tests.originals.test_whole_steps import batch, write_models
+from verl.workers.engine.micro_batches import MicroBatchLimits, partition
 
 Rows = dict[str, list[Any]]
 SHARED = {
@@ -119,6 +120,14 @@ def test_the_ranks_have_different_numbers_of_tokens() -> None:
         lengths = [sum(row) for row in rows["attention_mask"]]
         assert sum(lengths[:4]) > 1.4 * sum(lengths[4:])
         assert lengths[1] + lengths[2] > PPO[f"{ACTOR}.ppo_max_token_len_per_gpu"] >= lengths[-2] + lengths[-1]
+
+
+def test_tokens_are_chosen_from_verls_micro_batches_where_sequences_are_equally_wide() -> None:
+    assert differences()["tokens that kl_cov and clip_cov choose"]["why"]
+    neighbours = [[row, row + 1] for row in range(0, 8, 2)]
+    for rows, same in ((BATCHES["kl_cov"][0], True), (batch(0), False)):
+        widths = [(sum(row[:5]), sum(row[5:])) for row in rows["attention_mask"]]
+        assert (partition(widths, MicroBatchLimits(max_sequences=2)) == neighbours) is same
 
 
 @pytest.mark.parametrize("name", OURS_OF)

@@ -6,7 +6,7 @@ differently from verl.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import reduce
 from typing import Any
 
@@ -29,11 +29,16 @@ OF_BUILTIN = (
     "trainer.test_freq",
 )
 """Keys whose defaults suit the built-in model on built-in data. With another model or other data, verl's hold."""
+NULL = "critic.loss_scale_factor"
+"""A key whose null on the command line is a value: its own default, not the actor's, as in verl."""
 FOLLOWING_ACTOR = ("ppo_max_token_len_per_gpu", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
-def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, Any]:
-    """`values` with all following keys set. Adds a note on every other change to `notes`."""
+def with_followers(values: Mapping[str, Any], notes: list[Note], explicit: Collection[str] = ()) -> dict[str, Any]:
+    """`values` with all following keys set. Adds a note on every other change to `notes`.
+
+    `explicit` are the keys that the command line set.
+    """
     filled: dict[str, Any] = _copy(values)
     policy = _section(filled, "actor_rollout_ref")
     actor, rollout, ref = (_section(policy, name) for name in ("actor", "rollout", "ref"))
@@ -47,7 +52,7 @@ def with_followers(values: Mapping[str, Any], notes: list[Note]) -> dict[str, An
         _fill(section, "log_prob_max_token_len_per_gpu", actor["ppo_max_token_len_per_gpu"])
     _fill(critic, "use_dynamic_bsz", actor["use_dynamic_bsz"] or critic.get("ppo_micro_batch_size_per_gpu") is None)
     for name in FOLLOWING_ACTOR:
-        if actor.get(name) is not None:
+        if actor.get(name) is not None and not (f"critic.{name}" == NULL and NULL in explicit):
             _fill(critic, name, actor[name])
     if rollout.get("exact"):
         _fill(_section(_section(policy, "model"), "override_config"), ATTENTION, EXACT)

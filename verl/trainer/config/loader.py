@@ -145,7 +145,7 @@ def build_config(values: Any, explicit: Collection[str] = ()) -> Resolved:
         merged = merge_checkpoint_engine(merged, explicit)
     except ConfigError as exc:
         problems.append(str(exc))
-    followed = with_followers(merged, notes)
+    followed = with_followers(merged, notes, explicit)
     wrong: list[str] = []
     config = from_mapping(PPOConfig, followed, problems=wrong)
     of_critic = {f"critic.{name}": (merged.get("critic") or {}).get(name) for name in FOLLOWING_ACTOR}

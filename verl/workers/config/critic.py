@@ -87,7 +87,7 @@ class CriticConfig:
         "token-mean", "how token losses become one number; null: the actor's", choices=LOSS_AGG_MODES, follows=True
     )
     loss_scale_factor: float | None = option(
-        None, "what seq-mean-token-sum-norm divides by; null: the actor's", above=0, follows=True
+        None, "as the actor's, which it is unless set; null on the command line: its default", above=0, follows=True
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 

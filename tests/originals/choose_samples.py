@@ -1,7 +1,7 @@
 """Which samples of a validation PyPI's verl shows, and what its services get.
 
-Run as a file with PyPI's verl in front. A JSON list of {samples, count, services} comes in. Prints a JSON list of [chosen samples, calls by service], calls as [name,
-arguments by place, arguments by name].
+Run as a file with PyPI's verl in front. A JSON list of {samples, count, services} comes in. Prints a JSON list of
+[chosen samples, calls by service], calls as [name, arguments by place, arguments by name].
 """
 
 import json

@@ -21,7 +21,7 @@ from .config import (
 from .errors import BackendUnavailable, ConfigError
 from .support import config as strict
 from .support.package import PACKAGE, extra
-from .support.registry import Builtin, Registry
+from .support.registry import Builtin, Registry, require_subclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,15 @@ def _hosted_if_for_verl(config: CheckpointEngineConfig, engine_class: type[Check
     return found
 
 
+def _require_complete(name: str, engine_class: type[CheckpointEngine]) -> None:
+    """Raises ConfigError, naming what a backend of a user's lacks."""
+    base = importlib.import_module(f"{__package__}.checkpoint_engine").CheckpointEngine
+    try:
+        require_subclass(engine_class, base, f"checkpoint_engine.backend={name}", ("capabilities",))
+    except strict.ConfigError as exc:
+        raise ConfigError(str(exc)) from exc
+
+
 def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
     """The backend class that `config` selects; checks its options. Called on the driver, and again on every member.
 
@@ -104,6 +113,7 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
         raise ConfigError(str(exc)) from exc
     if config.backend in CheckpointEngineRegistry.functions:
         engine_class = _hosted_if_for_verl(config, engine_class)
+        _require_complete(config.backend, engine_class)
     topologies = engine_class.capabilities.topologies
     if config.topology not in ("auto", *topologies):
         raise ConfigError(

@@ -1,10 +1,11 @@
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import pytest
 
 from verl.checkpoint_engine.support.config import ConfigError
-from verl.checkpoint_engine.support.registry import Registry, require_methods
+from verl.checkpoint_engine.support.registry import Registry, require_methods, require_subclass
 
 
 def test_a_registered_function_is_found_by_its_name():
@@ -56,3 +57,56 @@ def test_a_class_has_the_methods_and_arguments_of_its_protocol(members: dict[str
     else:
         with pytest.raises(ConfigError, match=f"^strategy=mine: .*Mine.*{said}"):
             require_methods(found, Engine, "strategy=mine")
+
+
+class Backend(ABC):
+    size: int
+
+    @abstractmethod
+    def send(self, version: int, *, slot: str) -> None: ...
+
+    @classmethod  # noqa: B027 - a backend need not have one
+    def check_host(cls, config: str) -> None: ...
+
+
+class Whole(Backend):
+    size = 1
+
+    def send(self, version, *, slot, more=None): ...
+
+
+class LacksMethod(Backend):
+    size = 1
+
+
+class LacksAttribute(Backend):
+    def send(self, version, *, slot): ...
+
+
+class OtherArguments(Whole):
+    def send(self, version): ...
+
+
+class OtherClassMethod(Whole):
+    @classmethod
+    def check_host(cls): ...
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Whole, None),
+        (int, r"builtins\.int is no subclass of .*Backend$"),
+        (lambda: None, "is no subclass of"),
+        (LacksMethod, "LacksMethod lacks send of .*Backend$"),
+        (LacksAttribute, "LacksAttribute lacks size of .*Backend$"),
+        (OtherArguments, r"OtherArguments\.send\(self, version\): .*'slot'"),
+        (OtherClassMethod, r"OtherClassMethod\.check_host\(\): too many positional arguments"),
+    ],
+)
+def test_a_class_that_is_not_whole_is_refused_with_what_it_lacks(found, said):
+    if said is None:
+        require_subclass(found, Backend, "backend=mine", ("size",))
+    else:
+        with pytest.raises(ConfigError, match=f"^backend=mine: .*{said}"):
+            require_subclass(found, Backend, "backend=mine", ("size",))

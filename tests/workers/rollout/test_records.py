@@ -20,6 +20,7 @@ from verl.workers.rollout import RolloutReplica, RolloutReplicaRegistry, Samplin
 from verl.workers.rollout import registry as registry_module
 from verl.workers.rollout.engine import eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied
+from verl.workers.rollout.registry import require_rollout
 from verl.workers.rollout.vllm.adapter import adapter_files, engine_rank
 from verl.workers.rollout.vllm.cores import assign_cores, omp_threads_bind
 
@@ -78,6 +79,33 @@ def test_an_engine_of_the_users_own_is_found_by_its_name(monkeypatch: pytest.Mon
     assert "mine" in RolloutReplicaRegistry.names()
     with pytest.raises(ConfigError, match="rollout.name='mine' is already registered by"):
         RolloutReplicaRegistry.register("mine")(RolloutReplicaRegistry.get("hf"))
+
+
+class TakesNoRequestId:
+    async def start(self): ...
+    async def generate(self, prompt_ids, sampling): ...
+
+
+def test_an_engine_of_the_users_own_is_refused_before_work_starts_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(RolloutReplicaRegistry, "functions", {})
+    base = RolloutReplicaRegistry.get("hf")
+
+    @RolloutReplicaRegistry.register("mine")
+    class Mine(base):  # type: ignore[misc, valid-type]
+        engine = f"{__name__}:TakesNoRequestId"
+
+    with pytest.raises(
+        ConfigError, match=r"rollout.name=mine: .*TakesNoRequestId.generate\(self, prompt_ids, sampling\)"
+    ):
+        require_rollout("mine")
+    Mine.engine = "surely_not_installed:Engine"  # where the server runs it may be
+    require_rollout("mine")
+    Mine.check_config = lambda self, more: None
+    with pytest.raises(ConfigError, match=r"rollout.name=mine: .*check_config.* has check_config\(self\)"):
+        require_rollout("mine")
+    RolloutReplicaRegistry.functions["mine"] = TakesNoRequestId
+    with pytest.raises(ConfigError, match="TakesNoRequestId is no subclass of .*RolloutReplica"):
+        require_rollout("mine")
 
 
 def test_looking_up_vllm_does_not_import_it():

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 from .config import ConfigError, choose_from
@@ -122,14 +123,17 @@ def require_keywords(function: Callable[..., Any], arguments: Sequence[str], wha
         ) from exc
 
 
-def require_methods(found: type, protocol: type, what: str) -> None:
-    """Raises ConfigError, naming `what`, unless the class `found` has the public methods of `protocol`.
+def require_methods(found: type, protocol: type, what: str, optional: Sequence[str] = ()) -> None:
+    """Raises ConfigError, naming `what`, unless the class `found` has the public methods of `protocol`, but for
+    `optional` ones.
 
     Each must accept its arguments: those that are optional or keyword-only by name, the others by place."""
     for name, method in vars(protocol).items():
-        if name.startswith("_") or not inspect.isfunction(method):
+        if name.startswith("_") or not isinstance(method, (FunctionType, classmethod, staticmethod)):
             continue
-        expected, own = inspect.signature(method), getattr(found, name, None)
+        expected, own = inspect.signature(getattr(protocol, name)), getattr(found, name, None)
+        if own is None and name in optional:
+            continue
         if not callable(own):
             raise ConfigError(f"{what}: {_origin(found)} has no method {name}{expected}")
         by_name = [each.name for each in expected.parameters.values() if _is_named(each)]
@@ -140,6 +144,17 @@ def require_methods(found: type, protocol: type, what: str) -> None:
             raise ConfigError(
                 f"{what}: {_origin(found)}.{name}{signature}: {exc}. {protocol.__name__} has {name}{expected}"
             ) from exc
+
+
+def require_subclass(found: Any, base: type, what: str, attributes: Sequence[str] = ()) -> None:
+    """Raises ConfigError, naming `what`, unless `found` is a subclass of the abstract class `base`, with its abstract
+    methods and `attributes`, whose methods accept the arguments of those of `base`."""
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{what}: {_origin(found)} is no subclass of {_origin(base)}")
+    abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+    if lacking := [*sorted(abstract), *(name for name in attributes if not hasattr(found, name))]:
+        raise ConfigError(f"{what}: {_origin(found)} lacks {', '.join(lacking)} of {_origin(base)}")
+    require_methods(found, base, what)
 
 
 def _is_named(parameter: inspect.Parameter) -> bool:

@@ -18,6 +18,7 @@ from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
 from verl.workers.rollout import Placement, RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.errors import ReplicaTimeout, RolloutError
+from verl.workers.rollout.registry import require_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +196,9 @@ async def _death_of(replica: RolloutReplica) -> str | None:
 def make_replicas(config: PPOConfig, *, model_path: Path, device: str) -> list[RolloutReplica]:
     """The replicas of a run with a `settled` configuration, not started.
 
-    Raises ConfigError for what their engine does not support.
+    Raises ConfigError for what their engine does not support, or lacks if it is one of the user's.
     """
+    require_rollout(config.actor_rollout_ref.rollout.name)
     return [
         make_replica(config, rank, model_path=model_path, device=device) for rank in range(num_replicas(config, device))
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from verl.checkpoint_engine.errors import BackendUnavailable
-from verl.checkpoint_engine.support.registry import Builtin, Registry
+from verl.checkpoint_engine.support.registry import Builtin, Registry, imported, require_methods, require_subclass
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import RolloutReplica
@@ -32,3 +33,18 @@ RolloutReplicaRegistry: Registry[type[RolloutReplica]] = Registry(
     "rollout.name", builtin=BUILTIN, missing=BackendUnavailable
 )
 """`rollout.name` -> replica class. `register` adds a user's class."""
+
+
+def require_rollout(name: str) -> None:
+    """Raises ConfigError for an unknown engine, and for one of a user's whose classes lack a method or an argument;
+    BackendUnavailable for a missing package. Called on the driver, where the engine's module may be absent."""
+    RolloutReplicaRegistry.require_present(name)
+    if name not in RolloutReplicaRegistry.functions:
+        return
+    from verl.workers.rollout.base import RolloutReplica
+    from verl.workers.rollout.engine import Engine
+
+    found, what = RolloutReplicaRegistry.get(name), f"rollout.name={name}"
+    require_subclass(found, RolloutReplica, what, ("engine",))
+    with suppress(ImportError):  # the server's process may have what this one lacks
+        require_methods(imported(found.engine), Engine, what, () if found.can_sleep_on else ("sleep", "wake"))

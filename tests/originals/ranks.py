@@ -64,7 +64,7 @@ def serve(connection: Any) -> None:
     while True:
         try:
             function, arguments = pickle.loads(connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             os._exit(0)
         try:
             answer = None, function(*arguments)

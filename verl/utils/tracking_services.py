@@ -133,7 +133,8 @@ class SwanlabTracker:
             logdir=str(writable(run.output_dir / "swanlab")),
             **({"id": known, "resume": "allow"} if known else {}),
         )
-        run.remember("swanlab", started.id)
+        if name := getattr(started, "id", None):  # which older versions do not have
+            run.remember("swanlab", name)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._swanlab.log(dict(metrics), step=step)

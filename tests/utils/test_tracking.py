@@ -101,6 +101,14 @@ def test_tensorboard_draws_histograms_and_others_do_without(tmp_path):
     assert read_metrics(tmp_path / "out" / "metrics.jsonl") == [{"step": 1, "a": 1.0}]
 
 
+def test_tensorboard_writes_where_verls_variable_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
+    with track(tmp_path, "tensorboard") as tracking:
+        tracking.log({"a": 1.0}, 1)
+    assert [*(tmp_path / "elsewhere").glob("events.out.tfevents.*")]
+    assert not (tmp_path / "out" / "tensorboard").exists()
+
+
 def test_several_backends_get_the_same_step(tmp_path, capsys):
     with track(tmp_path, "console", "jsonl", total_steps=7) as tracking:
         tracking.log({"critic/score/mean": 0.5}, 3)

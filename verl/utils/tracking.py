@@ -148,7 +148,7 @@ class JsonlTracker:
 
 
 class TensorboardTracker:
-    """Event files in `<output_dir>/tensorboard`."""
+    """Event files in TENSORBOARD_DIR, or `<output_dir>/tensorboard`."""
 
     def __init__(self, run: Run) -> None:
         try:
@@ -157,7 +157,8 @@ class TensorboardTracker:
             raise ConfigError(
                 "trainer.logger=tensorboard needs the package 'tensorboard': pip install tensorboard"
             ) from exc
-        self._make = partial(SummaryWriter, str(writable(run.output_dir / "tensorboard")))
+        directory = Path(os.environ.get("TENSORBOARD_DIR") or run.output_dir / "tensorboard")
+        self._make = partial(SummaryWriter, str(writable(directory)))
         self._writer = self._make(purge_step=run.resume_step + 1 if run.resume_step else None)
         self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```")
 

@@ -122,7 +122,7 @@ class WandbTracker:
 
 
 class SwanlabTracker:
-    """SwanLab; files in `<output_dir>/swanlab`."""
+    """SwanLab; files in SWANLAB_LOG_DIR, or `<output_dir>/swanlab`."""
 
     def __init__(self, run: Run) -> None:
         self._swanlab, known = package("swanlab"), run.known_as("swanlab")
@@ -130,7 +130,7 @@ class SwanlabTracker:
             project=run.project_name,
             experiment_name=run.experiment_name,
             config=dict(run.config),
-            logdir=str(writable(run.output_dir / "swanlab")),
+            logdir=str(writable(Path(os.environ.get("SWANLAB_LOG_DIR") or run.output_dir / "swanlab"))),
             **({"id": known, "resume": "allow"} if known else {}),
         )
         if name := getattr(started, "id", None):  # which older versions do not have
@@ -149,7 +149,9 @@ class SwanlabTracker:
 
 
 class MlflowTracker:
-    """MLflow; without MLFLOW_TRACKING_URI a database in `<output_dir>/mlflow.db`, and files beside it."""
+    """MLflow; without MLFLOW_TRACKING_URI a database in `<output_dir>/mlflow.db`, and files beside it.
+
+    MLFLOW_RUN_ID is a run to go on with."""
 
     def __init__(self, run: Run) -> None:
         self._mlflow, known = package("mlflow"), run.known_as("mlflow")
@@ -162,7 +164,7 @@ class MlflowTracker:
         self._mlflow.set_experiment(run.project_name)
         started = self._mlflow.start_run(run_id=known, run_name=None if known else run.experiment_name)
         run.remember("mlflow", started.info.run_id)
-        if known:  # parameters of a run cannot be changed
+        if started.data.params:  # those of a run that goes on, which cannot be changed
             return
         parameters = [(mlflow_name(name), str(value)[:MLFLOW_VALUE]) for name, value in flat(run.config)]
         for start in range(0, len(parameters), MLFLOW_PARAMETERS):

@@ -149,6 +149,27 @@ async def test_a_version_makes_no_room_while_a_sample_uses_it(model, tmp_path):
         assert sorted(found) == sorted([said(one), said(two)])
 
 
+async def test_a_version_is_loaded_when_a_sampler_of_it_is_saved_unless_all_places_are_used(model, tmp_path):
+    async with served(model, tmp_path, slots=1) as (server, (engine,), events):
+        client = await server.client()
+        tenant = await client.tenant(train_mlp=False)
+        sampler = await tenant.sampler(0)
+        await asyncio.to_thread(soon, lambda: engine.held)
+        (first,) = engine.held
+        engine.goes_on.clear()
+        asked = [await client.submit_sample(sampler, 0, PROMPT, max_tokens=8)]
+        await engine.has_begun(1)
+        await tenant.train(batches("cross_entropy")[0], **ADAM)
+        other = await tenant.sampler(1)
+        asked.append(await client.submit_sample(sampler, 1, PROMPT, max_tokens=8))
+        await engine.has_begun(1)  # nobody waits for the version that has no place
+        assert events == ["started", f"load {first}"]
+        engine.goes_on.set()
+        found = [samples(await client.sampled(each))[0][0] for each in asked]
+        assert found == [said(first)] * 2
+        assert samples(await client.sample(other, 0, PROMPT, max_tokens=8))[0][0] != said(first)
+
+
 async def test_samples_of_several_tenants_run_at_once_while_training_goes_on(model, tmp_path):
     async with served(model, tmp_path) as (server, (engine,), _):
         client = await server.client()

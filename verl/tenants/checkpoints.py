@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class Checkpoints:
         """`most`: versions of an owner."""
         self._output, self._most = output, most
         self._base_model = base_model
+        self._counted = Lock()
 
     def save(
         self,
@@ -118,7 +120,10 @@ class Checkpoints:
         The same bytes may be saved twice. Raises Refused for a name that is taken by others.
         """
         folder = self._output / owner / _folder(run) / kind
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            for above in list(folder.parents)[:3]:
+                sync_to_disk(above)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
         try:
             data = save(adapter.tensors, metadata={"format": "pt"})
@@ -142,9 +147,11 @@ class Checkpoints:
                         f"{kind}/{target.name} of {run} is there already; take another name, or overwrite=True"
                     )
                 shutil.rmtree(target)
+                draft.rename(target)
             else:
-                self._require_room(owner)
-            draft.rename(target)
+                with self._counted:
+                    self._require_room(owner)
+                    draft.rename(target)
             sync_to_disk(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -156,8 +156,7 @@ class Service:
         except Refused:
             model.postponed = model.postponed if batch.forward_only else batch.seq_id
             raise
-        work = partial(_compute, model, batch)
-        promise = self._promise(owner, model, batch.seq_id, batch.fingerprint(), work)
+        promise = self._promise(owner, model, batch.seq_id, batch.fingerprint(), lambda: _of(model).compute(batch))
         if new:
             self._quota.take(owner, sum(len(datum.tokens) for datum in batch.data))
         return promise
@@ -180,24 +179,19 @@ class Service:
         for name in ("beta1", "beta2"):
             if adam[name] >= 1:
                 raise Refused(f"adam_params.{name}={adam[name]} is not below 1")
-        step = partial(_step, model, adam)
+
+        def step() -> Answer:
+            return {"metrics": _of(model).step(adam)}
+
         return self._promise(owner, model, number, _print(adam), step, short=True)
 
     def _promise(
-        self,
-        owner: str,
-        model: Model,
-        number: int,
-        fingerprint: str,
-        work: Callable[[], Answer],
-        *,
-        short: bool = False,
+        self, owner: str, model: Model, number: int, fingerprint: str, work: Callable[[], Any], **turn: Any
     ) -> dict[str, Any]:
-        """Requests of a model are done in the order of their numbers, which is that in which they come."""
-        submit = partial(self._worker.submit, owner, model.model_id, number, fingerprint, work, short=short)
-        return self._ordered(model, number, submit)
+        """Requests of a model are done in the order of their numbers, which is that in which they come.
 
-    def _ordered(self, model: Model, number: int, submit: Callable[[], str]) -> dict[str, Any]:
+        `turn`: what `Worker.submit` is to know.
+        """
         if number <= model.last and number > 0 and not self._worker.knows(model.model_id, number):
             raise Refused(f"seq_id {number} of {model.model_id} comes after {model.last}; they are to ascend from 1")
         if model.postponed is not None and number >= model.postponed:
@@ -205,7 +199,7 @@ class Service:
                 why = f"forward_backward (seq_id {model.postponed}) was to wait, and was not sent again"
                 self._worker.run(model.model_id, lambda: _of(model).spoil(why))
             model.postponed = None
-        request_id = submit()
+        request_id = self._worker.submit(owner, model.model_id, number, fingerprint, work, **turn)
         model.last = max(model.last, number)
         return {"request_id": request_id, "model_id": model.model_id}
 
@@ -221,7 +215,8 @@ class Service:
             version = self._checkpoints.save(owner, model.model_id, "weights", name, adapter, overwrite=overwrite)
             return {"type": "save_weights", "path": version.path}
 
-        return self._save(owner, model, number, _print(name, overwrite), write, optimizer=True)
+        copy = partial(_copy, model, optimizer=True)
+        return self._promise(owner, model, number, _print(name, overwrite), copy, write=write)
 
     def save_weights_for_sampler(self, owner: str, asked: Fields) -> dict[str, Any]:
         model, number = self._sessions.model(owner, asked.take("model_id", str)), asked.number("seq_id", int, None, 1)
@@ -247,23 +242,8 @@ class Service:
             loop.call_soon_threadsafe(self._sampler.prepare, version)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-        return self._save(owner, model, number, _print(name, sampler), write, optimizer=False)
-
-    def _save(
-        self,
-        owner: str,
-        model: Model,
-        number: int,
-        fingerprint: str,
-        write: Callable[[Snapshot], Answer],
-        *,
-        optimizer: bool,
-    ) -> dict[str, Any]:
-        def copy() -> Snapshot:
-            return _of(model).snapshot(optimizer=optimizer)
-
-        submit = partial(self._worker.save, owner, model.model_id, number, fingerprint, copy, write)
-        return self._ordered(model, number, submit)
+        copy = partial(_copy, model, optimizer=False)
+        return self._promise(owner, model, number, _print(name, sampler), copy, write=write)
 
     def load_weights(self, owner: str, asked: Fields) -> dict[str, Any]:
         path, optimizer = asked.take("path", str), asked.take("optimizer", bool)
@@ -405,18 +385,14 @@ class Service:
             raise Refused(f"optimizer {given.get('type')!r} is not served, only adamw")
 
 
-def _compute(model: Model, batch: Batch) -> Answer:
-    return _of(model).compute(batch)
-
-
-def _step(model: Model, adam: Mapping[str, float]) -> Answer:
-    return {"metrics": _of(model).step(adam)}
-
-
 def _of(model: Model) -> Tenant:
     if model.tenant is None:
         raise Refused(f"{model.model_id} could not be made; its first request says why")
     return model.tenant
+
+
+def _copy(model: Model, *, optimizer: bool) -> Snapshot:
+    return _of(model).snapshot(optimizer=optimizer)
 
 
 def _checkpoint(version: Version) -> dict[str, Any]:

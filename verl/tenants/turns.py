@@ -1,4 +1,4 @@
-"""One thread for the work of all queues, and one beside it that writes what was copied."""
+"""One thread for the work of all queues, and some beside it that write what was copied."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
+
+WRITERS = 4
+"""They mostly wait for the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tenants")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tenants-files")
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="tenants-files")
         self._lock, self._numbers = Lock(), itertools.count()
         self._waiting: dict[str, deque[_Work]] = {}
         """By queue; none is empty."""
@@ -38,7 +42,7 @@ class Turns:
     def submit(
         self, queue: str, do: Callable[[], Any], write: Callable[[Any], Any] | None = None, *, short: bool = False
     ) -> Future[Any]:
-        """What `do` returns or raises on the thread; or `write` of it, on the one that writes."""
+        """What `do` returns or raises on the thread; or `write` of it, beside the thread."""
         work = _Work(next(self._numbers), short, do, write, Future())
         with self._lock:
             self._waiting.setdefault(queue, deque()).append(work)
@@ -60,28 +64,23 @@ class Turns:
             if not self._waiting[queue]:
                 del self._waiting[queue]
             self._under_way.add(queue)
-        if not work.future.set_running_or_notify_cancel():
-            self._end(queue)
-        elif work.write is None:
-            self._finish(queue, work.future, work.do)
+        if work.future.set_running_or_notify_cancel():
+            self._run(queue, work, work.do)
         else:
-            try:
-                copied, write = work.do(), work.write
-            except BaseException as exc:  # noqa: BLE001 - it is for who waits
-                self._end(queue)
-                work.future.set_exception(exc)
-            else:
-                self._writer.submit(self._finish, queue, work.future, lambda: write(copied))
+            self._end(queue)
 
-    def _finish(self, queue: str, future: Future[Any], do: Callable[[], Any]) -> None:
+    def _run(self, queue: str, work: _Work, do: Callable[[], Any]) -> None:
         try:
             found = do()
-        except BaseException as exc:  # noqa: BLE001 - as above
+        except BaseException as exc:  # noqa: BLE001 - it is for who waits
             self._end(queue)
-            future.set_exception(exc)
+            work.future.set_exception(exc)
         else:
-            self._end(queue)
-            future.set_result(found)
+            if work.write is not None and do is work.do:
+                self._writers.submit(self._run, queue, work, partial(work.write, found))
+            else:
+                self._end(queue)
+                work.future.set_result(found)
 
     def _end(self, queue: str) -> None:
         with self._lock:
@@ -93,7 +92,7 @@ class Turns:
         """What is under way is done; who waits for the rest is not answered."""
         with self._lock:
             self._closed = True
-        for executor in (self._thread, self._writer):
+        for executor in (self._thread, self._writers):
             executor.shutdown(cancel_futures=True)
         for work in itertools.chain.from_iterable(self._waiting.values()):
             work.future.cancel()

@@ -7,7 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from verl.tenants.refused import Refused
 from verl.tenants.turns import Turns
@@ -49,36 +49,20 @@ class Worker:
         queue: str,
         number: int | str,
         fingerprint: str,
-        work: Callable[[], Answer],
+        work: Callable[[], Any],
         *,
+        write: Callable[[Any], Answer] | None = None,
         short: bool = False,
     ) -> str:
-        """Have `work` done on the thread, once for each `queue` and `number`; returns the id of the request.
+        """Have `work` done on the thread, and then `write` of what it returns beside it, once for each `queue` and
+        `number`; returns the id of the request.
 
-        `short` work comes before longer work of other queues. Raises Refused if the same number came before with other
-        content.
+        Raises Refused if the same number came before with other content. `Turns` has the order.
         """
 
         def begin() -> asyncio.Future[Answer]:
-            return asyncio.wrap_future(self._turns.submit(queue, lambda: _answered(work), short=short))
-
-        return self._once(owner, queue, number, fingerprint, begin)
-
-    def save(
-        self,
-        owner: str,
-        queue: str,
-        number: int | str,
-        fingerprint: str,
-        copy: Callable[[], T],
-        write: Callable[[T], Answer],
-    ) -> str:
-        """As `submit`, of what `write` answers: `copy` is done on the thread, before waiting work of other queues, and
-        `write` of it beside the thread. The queue goes on when it is written."""
-
-        def begin() -> asyncio.Future[Answer]:
-            saved = asyncio.wrap_future(self._turns.submit(queue, copy, write))
-            return asyncio.ensure_future(_awaited(lambda: saved))
+            done = asyncio.wrap_future(self._turns.submit(queue, work, write, short=short))
+            return asyncio.ensure_future(_awaited(done))
 
         return self._once(owner, queue, number, fingerprint, begin)
 
@@ -94,7 +78,7 @@ class Worker:
             if self._most_beside is not None and self._beside[owner] >= self._most_beside:
                 raise Refused(f"{self._most_beside} requests of this key are under way; send it again", status=429)
             self._beside[owner] += 1
-            answer = asyncio.ensure_future(_awaited(work))
+            answer = asyncio.ensure_future(_awaited(work()))
             answer.add_done_callback(lambda _: self._beside.subtract([owner]))
             return answer
 
@@ -167,17 +151,10 @@ def _done(work: Callable[[], object]) -> None:
         logger.exception("work without an answer failed")
 
 
-def _answered(work: Callable[[], Answer]) -> Answer:
+async def _awaited(work: Awaitable[Answer]) -> Answer:
     try:
-        return work()
+        return await work
     except Exception as exc:  # noqa: BLE001 - the server goes on for its other tenants
-        return _told(exc)
-
-
-async def _awaited(work: Callable[[], Awaitable[Answer]]) -> Answer:
-    try:
-        return await work()
-    except Exception as exc:  # noqa: BLE001 - as above
         return _told(exc)
 
 

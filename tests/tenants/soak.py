@@ -405,6 +405,7 @@ def soak(folder: Path, operations: int, kills: int, seed: int, checked: int = TE
 
     asyncio.run(run())
     counts["kills"] = kills
+    print(json.dumps(counts, indent=1), flush=True)
     for tenant in tenants[:checked]:
         asyncio.run(check_alone(model, folder / f"alone-{tenant.number}", tenant, counts))
         print(f"tenant {tenant.number} as alone", flush=True)

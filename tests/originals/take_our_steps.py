@@ -32,7 +32,9 @@ WORKERS: list[Any] = []
 def create(config: Any, info: RankInfo) -> None:
     worker: Any = ActorCriticWorker.__new__(ActorCriticWorker)
     worker.rank_info = info
-    worker.__init__(config.actor_rollout_ref, "actor_ref", critic=config.critic, device="cpu")
+    policy, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
+    given = {"correction": correction if policy.actor.use_rollout_log_probs else None, "seed": config.trainer.seed}
+    worker.__init__(policy, "actor_ref", critic=config.critic, device="cpu", **given)
     worker.init_model()
     worker.init_critic()
     WORKERS[:] = [worker]

@@ -52,7 +52,12 @@ vision: install ## torchvision's Python part into .venv/vision, for tests of vLL
 	    echo "torchvision cannot be installed; what it said is above. Tests of vLLM with pictures are skipped."
 
 # An interpreter of its own, which sees the environment's packages and has what they lack.
-environments: install ## the package verifiers into .venv/verifiers, for tests of its environments; without, they are skipped
+environments: install ## verifiers and OpenEnv into .venv/verifiers and .venv/openenv, for tests of environments; without, they are skipped
+	@test requirements/openenv.txt -ot .venv/openenv/installed || { \
+	    rm -rf .venv/openenv && \
+	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --target .venv/openenv \
+	        --requirement requirements/openenv.txt && touch .venv/openenv/installed; } || \
+	    echo "OpenEnv cannot be installed; what it said is above. Its tests are skipped."
 	@test requirements/verifiers.txt -ot .venv/verifiers/installed || { \
 	    rm -rf .venv/verifiers && $(BIN)/python -m venv --without-pip .venv/verifiers && \
 	    purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \

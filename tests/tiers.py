@@ -49,6 +49,7 @@ PLACES = (
     "tests/checkpoint_engine/test_namespaces.py",
     "tests/checkpoint_engine/test_strangers.py",
     "tests/docs/test_parameter_server_example.py",
+    "tests/experimental/agent_loop/test_openenv.py",
     "tests/tenants/test_tinker_client.py",
     "tests/trainer/fleet/test_session.py",
     "tests/trainer/ppo/test_even_batches.py::test_three_ranks_learn",

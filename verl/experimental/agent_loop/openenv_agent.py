@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
@@ -222,4 +222,4 @@ def _address(url: str) -> str:
     if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
         raise ValueError("is no address like http://host:8000")
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
-    return parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/ws").geturl()
+    return urlunsplit((scheme, parts.netloc, f"{parts.path.rstrip('/')}/ws", parts.query, ""))

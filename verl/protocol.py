@@ -34,6 +34,8 @@ from verl.utils.batch_parts import (
 )
 
 AUTO_PADDING = "auto_padding"
+PADDING = "__padding__"
+"""A column without tensors: which rows only fill up a batch, and count nowhere."""
 """Key of `meta_info`: a batch marked true here is padded to a multiple of the ranks, and the result is unpadded."""
 Index = slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 

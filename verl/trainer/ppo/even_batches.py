@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from verl.protocol import DataProto, tensors_of
-
-PADDING = "__padding__"
+from verl.protocol import PADDING, DataProto, tensors_of
 
 
 def padded(batch: DataProto, ranks: int) -> DataProto:

@@ -9,14 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.protocol import DataProto, tensors_of
+from verl.protocol import PADDING, DataProto, tensors_of
 from verl.workers.losses import LossTotals
 
 
 def global_totals(data: DataProto) -> LossTotals:
-    """The totals of the mini-batch of which `data` is this rank's part."""
-    own = LossTotals.of(tensors_of(data)["response_mask"])
-    totals = torch.tensor([own.num_tokens, own.num_sequences], dtype=torch.float64)
+    """The totals of the mini-batch of which `data` is this rank's part.
+
+    As in verl, sequences without a token of the policy (rejected, or aborted at once) count; padding does not.
+    """
+    num_tokens = LossTotals.of(tensors_of(data)["response_mask"]).num_tokens
+    is_padding = data.non_tensor_batch.get(PADDING)
+    num_padding = 0 if is_padding is None else int(is_padding.astype(bool).sum())
+    totals = torch.tensor([num_tokens, len(data) - num_padding], dtype=torch.float64)
     dist.all_reduce(totals)
     return LossTotals(num_tokens=float(totals[0]), num_sequences=float(totals[1]))
 

@@ -24,13 +24,14 @@ class LossTotals:
     num_tokens: float
     """Tokens with a loss."""
     num_sequences: float
-    """Sequences with at least one such token; the rest is padding and counts nowhere."""
+    """Sequences, those without such a token among them, but for padding."""
     loss_scale_factor: float | None = None
     """The default divisor of `seq-mean-token-sum-norm`; None: the number of columns."""
 
     @classmethod
     def of(cls, loss_mask: torch.Tensor) -> LossTotals:
-        """The totals of `loss_mask` [B, R] alone, of weights where it is no mask of zeros and ones."""
+        """The totals of `loss_mask` [B, R] alone, of weights where it is no mask of zeros and ones. A sequence without
+        a token counts as padding."""
         per_sequence = loss_mask.sum(-1)
         return cls(num_tokens=float(per_sequence.sum()), num_sequences=float((per_sequence > 0).sum()))
 

@@ -183,7 +183,7 @@ class Service:
         def step() -> Answer:
             return {"metrics": _of(model).step(adam)}
 
-        return self._promise(owner, model, number, _print(adam), step, short=True)
+        return self._promise(owner, model, number, _print(adam), step)
 
     def _promise(
         self, owner: str, model: Model, number: int, fingerprint: str, work: Callable[[], Any], **turn: Any

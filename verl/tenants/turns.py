@@ -18,7 +18,6 @@ WRITERS = 4
 @dataclass(frozen=True, slots=True)
 class _Work:
     number: int
-    short: bool
     do: Callable[[], Any]
     write: Callable[[Any], Any] | None
     future: Future[Any]
@@ -27,7 +26,7 @@ class _Work:
 class Turns:
     """The work of a queue is done in its order: what comes next begins when all before it is done, and written.
 
-    Among queues copies come first, then what is short, then what has waited longest.
+    Among queues what has waited longest comes first.
     """
 
     def __init__(self) -> None:
@@ -39,11 +38,9 @@ class Turns:
         self._under_way: set[str] = set()
         self._closed = False
 
-    def submit(
-        self, queue: str, do: Callable[[], Any], write: Callable[[Any], Any] | None = None, *, short: bool = False
-    ) -> Future[Any]:
+    def submit(self, queue: str, do: Callable[[], Any], write: Callable[[Any], Any] | None = None) -> Future[Any]:
         """What `do` returns or raises on the thread; or `write` of it, beside the thread."""
-        work = _Work(next(self._numbers), short, do, write, Future())
+        work = _Work(next(self._numbers), do, write, Future())
         with self._lock:
             self._waiting.setdefault(queue, deque()).append(work)
         self._thread.submit(self._next)
@@ -52,11 +49,7 @@ class Turns:
     def _next(self) -> None:
         """Do one work whose turn it is. Called at least once for each: also when a queue has ended one."""
         with self._lock:
-            ready = [
-                (line[0].write is None, not line[0].short, line[0].number, queue)
-                for queue, line in self._waiting.items()
-                if queue not in self._under_way
-            ]
+            ready = [(line[0].number, queue) for queue, line in self._waiting.items() if queue not in self._under_way]
             if not ready:
                 return
             queue = min(ready)[-1]

@@ -52,7 +52,6 @@ class Worker:
         work: Callable[[], Any],
         *,
         write: Callable[[Any], Answer] | None = None,
-        short: bool = False,
     ) -> str:
         """Have `work` done on the thread, and then `write` of what it returns beside it, once for each `queue` and
         `number`; returns the id of the request.
@@ -61,7 +60,7 @@ class Worker:
         """
 
         def begin() -> asyncio.Future[Answer]:
-            done = asyncio.wrap_future(self._turns.submit(queue, work, write, short=short))
+            done = asyncio.wrap_future(self._turns.submit(queue, work, write))
             return asyncio.ensure_future(_awaited(done))
 
         return self._once(owner, queue, number, fingerprint, begin)

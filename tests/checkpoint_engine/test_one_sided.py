@@ -511,26 +511,32 @@ def test_an_rdma_device_that_does_not_exist_is_refused_with_those_that_do(tmp_pa
 
 
 ALL_PORTS_TAKEN = """
-import socket, subprocess
+import socket, subprocess, sys
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-held = [socket.create_server(("0.0.0.0", port)) for port in range(15000, 17001)]
 from verl.checkpoint_engine.backends.mooncake import MooncakeWire
 from verl.checkpoint_engine.errors import TransportError
+place = {"host": "127.0.0.1", "protocol": "tcp", "devices": ""}
+MooncakeWire(**place).close()
+print("started", file=sys.stderr, flush=True)
+held = [socket.create_server(("0.0.0.0", port)) for port in range(15000, 17001)]
 try:
-    MooncakeWire(host="127.0.0.1", protocol="tcp", devices="")
+    MooncakeWire(**place)
 except TransportError as exc:
     print(exc)
 """
 
 
 @pytest.mark.skipif(find_spec("mooncake") is None, reason="mooncake is not installed")
-def test_a_host_on_which_no_port_is_free_for_mooncake_is_named_with_the_ports():
+def test_mooncake_starts_silently_and_tells_why_it_does_not():
     command = ["unshare", "--net", "sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", sys.executable, "-c", ALL_PORTS_TAKEN]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if "unshare failed" in done.stderr:
         pytest.skip("this machine does not allow network namespaces")
     assert "Mooncake cannot start on 127.0.0.1 (tcp)" in done.stdout, done.stderr
     assert "free port from 15000 to 17000" in done.stdout
+    silent, _, told = done.stderr.partition("started\n")
+    assert silent == ""
+    assert "No valid port" in told
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ import torch
 
 from tests.checkpoint_engine.fakes import Fleet, later
 from verl.checkpoint_engine.backends.naive import NaiveEngine
+from verl.checkpoint_engine.backends.one_sided import OneSidedEngine
+from verl.checkpoint_engine.backends.tcp import TcpWire
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import BackendUnavailable, ConfigError
+from verl.checkpoint_engine.plan.topology import Topology
 from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.registry import BUILTIN, Backend, CheckpointEngineRegistry, resolve_backend
 
@@ -111,6 +114,43 @@ def test_a_name_that_is_taken_cannot_be_registered_again():
                 pass
 
     assert sys.modules[OUTBOX].OutboxEngine is CheckpointEngineRegistry.get("outbox")
+
+
+class MyWire(TcpWire):
+    """A whole one; the tests below take something from it."""
+
+
+@CheckpointEngineRegistry.register("mine-over-a-wire")
+class OverMyWire(OneSidedEngine):
+    def open_wire(self, topology: Topology | None) -> MyWire:
+        return MyWire("127.0.0.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({}, None),
+        ({"read": lambda self, owner, source, target: None}, r"MyWire\.read\(self, owner, source, target\): too many"),
+        ({"admit": lambda self: None}, r"MyWire\.admit\(self\): too many .*Wire has admit\(self, admission"),
+        ({"close": None}, r"MyWire has no method close\(self\)"),
+        ({"__abstractmethods__": frozenset({"is_done"})}, r"MyWire lacks is_done of .*links\.wire\.Wire"),
+    ],
+)
+def test_a_wire_that_lacks_a_method_or_an_argument_is_refused_before_work_starts(members, said, monkeypatch):
+    for name, member in members.items():
+        monkeypatch.setattr(MyWire, name, member, raising=False)
+    if said is None:
+        assert resolve(backend="mine-over-a-wire") is OverMyWire
+    else:
+        with pytest.raises(ConfigError, match=f"^checkpoint_engine.backend=mine-over-a-wire: .*{said}"):
+            resolve(backend="mine-over-a-wire")
+
+
+def test_a_module_of_a_backend_that_fails_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "failing_backend.py").write_text("from verl.checkpoint_engine import NoSuchName")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"'failing_backend' cannot be imported: ImportError: .*NoSuchName"):
+        resolve(custom_backend_module="failing_backend")
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,21 @@ def test_a_class_that_lacks_methods_is_refused_by_their_names():
         resolve_backend(config)
 
 
+@pytest.mark.parametrize(
+    ("method", "own", "said"),
+    [
+        ("send_weights", lambda self: None, r"send_weights\(self\): too many"),
+        ("build_topology", lambda self, ranks, nodes, metadata: None, "build_topology.*'metadata'"),
+        ("receive_weights", lambda self, step: None, "receive_weights.*'step'"),
+    ],
+)
+def test_a_method_with_other_arguments_than_verl_s_is_refused_with_them(method, own, said):
+    changed = type(f"Changed_{method}", (queue_backend.QueueEngine,), {method: own})
+    CheckpointEngineRegistry.register(f"verl-{method}")(changed)
+    with pytest.raises(ConfigError, match=f"^checkpoint_engine.backend=verl-{method}: .*{said}"):
+        resolve_backend(CheckpointEngineConfig.from_mapping({"backend": f"verl-{method}"}))
+
+
 @pytest.mark.parametrize("options", [{"topics": "w"}, {"bucket": 1}])
 def test_options_that_the_class_does_not_take_are_refused_on_the_driver(options: dict[str, Any]):
     config = CheckpointEngineConfig.from_mapping({"backend": "verl-queue", "engine_kwargs": {"verl-queue": options}})

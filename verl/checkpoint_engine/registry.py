@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +87,23 @@ def _hosted_if_for_verl(config: CheckpointEngineConfig, engine_class: type[Check
     return found
 
 
+def _derived(base: type[Any]) -> Iterator[type[Any]]:
+    """Classes outside of this package that are derived from `base`, and from which no class is."""
+    for derived in base.__subclasses__():
+        yield from _derived(derived)
+        if not derived.__subclasses__() and not derived.__module__.startswith(f"{PACKAGE}."):
+            yield derived
+
+
 def _require_complete(name: str, engine_class: type[CheckpointEngine]) -> None:
-    """Raises ConfigError, naming what a backend of a user's lacks."""
+    """Raises ConfigError, naming what a backend of a user's, or a wire of theirs, lacks."""
+    what = f"checkpoint_engine.backend={name}"
     base = importlib.import_module(f"{__package__}.checkpoint_engine").CheckpointEngine
+    wire_class = importlib.import_module(f"{__package__}.links.wire").Wire
     try:
-        require_subclass(engine_class, base, f"checkpoint_engine.backend={name}", ("capabilities",))
+        require_subclass(engine_class, base, what, ("capabilities",))
+        for wire in _derived(wire_class):
+            require_subclass(wire, wire_class, what)
     except strict.ConfigError as exc:
         raise ConfigError(str(exc)) from exc
 
@@ -103,9 +116,10 @@ def resolve_backend(config: CheckpointEngineConfig) -> type[CheckpointEngine]:
     if config.custom_backend_module:
         try:
             importlib.import_module(config.custom_backend_module)
-        except ModuleNotFoundError as exc:
+        except Exception as exc:
+            reason = exc if isinstance(exc, ModuleNotFoundError) else f"{type(exc).__name__}: {exc}"
             raise ConfigError(
-                f"checkpoint_engine.custom_backend_module={config.custom_backend_module!r} cannot be imported: {exc}"
+                f"checkpoint_engine.custom_backend_module={config.custom_backend_module!r} cannot be imported: {reason}"
             ) from exc
     try:
         engine_class = CheckpointEngineRegistry.get(config.backend)

@@ -190,6 +190,14 @@ def test_a_users_module_may_register_the_name_that_is_looked_up(tmp_path, monkey
     validate(load_config([name, "actor_rollout_ref.model.external_lib=my_estimator"]))
 
 
+@pytest.mark.parametrize(("text", "error"), [("def f(:", "SyntaxError"), ("nobody", "NameError: name 'nobody'")])
+def test_an_external_lib_that_cannot_be_run_is_told_with_its_error(text, error, tmp_path, monkeypatch):
+    (tmp_path / "failing_lib.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"external_lib=failing_lib cannot be imported: {error}"):
+        validate(load_config(["actor_rollout_ref.model.external_lib=failing_lib"]))
+
+
 @pytest.mark.parametrize("sampling", ["top_p=0.9", "top_k=50", "do_sample=false"])
 @pytest.mark.parametrize(
     "used",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from .one_sided import OneSidedEngine
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is loaded; it reports every step otherwise
 from mooncake.engine import TransferEngine
+
+from ..compat.mooncake import errors_unlogged  # loads the library, too
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +47,10 @@ class MooncakeWire(Wire):
         makes Mooncake's engine, or a stand-in for it. Raises TransportError if the engine cannot start."""
         self.keeps = protocol == "rdma"
         # Mooncake picks ports by trying; two engines that start at once may pick the same.
-        for _ in range(PORT_ATTEMPTS):
+        for attempt in range(1, PORT_ATTEMPTS + 1):
             self._doors = Doorkeeper(admission)
-            problem = self._start(new_engine, host, protocol, devices)
+            with errors_unlogged() if attempt < PORT_ATTEMPTS else nullcontext():  # why the last one fails is told
+                problem = self._start(new_engine, host, protocol, devices)
             if problem is None:
                 break
             self._doors.close()

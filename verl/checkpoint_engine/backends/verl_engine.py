@@ -23,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -44,7 +44,9 @@ from ..plan.sync_plan import SyncPlan
 from ..plan.topology import Topology, direct
 from ..plan.types import Member, Range, TensorSpec
 from ..ports import WeightSource
+from ..support import config as strict
 from ..support.admission import Admission
+from ..support.registry import require_methods
 from .tcp import TcpWire
 
 METHODS = ("prepare", "build_topology", "init_process_group", "send_weights", "receive_weights", "finalize")
@@ -58,6 +60,19 @@ READ_NBYTES = 64 * 2**20
 T = TypeVar("T")
 
 
+class EngineOfVerl(Protocol):
+    """How methods are called whose arguments verl chooses; a class chooses those of `init_process_group`."""
+
+    @classmethod
+    def build_topology(cls, trainer_world_size: int, rollout_world_size: int, metadata: list[Any]) -> Any: ...
+
+    def send_weights(self, weights: Any) -> Any: ...
+
+    def receive_weights(self) -> Any: ...
+
+    def finalize(self) -> None: ...
+
+
 def is_for_verl(engine_class: type[Any]) -> bool:
     """Whether `engine_class` has verl's methods rather than those of `CheckpointEngine`."""
     prepare = getattr(engine_class, "prepare", None)
@@ -66,11 +81,16 @@ def is_for_verl(engine_class: type[Any]) -> bool:
 
 @cache
 def hosted(name: str, engine_class: type[Any]) -> type[CheckpointEngine]:
-    """The backend that hosts `engine_class` under `name`. Raises ConfigError naming the methods that it lacks."""
+    """The backend that hosts `engine_class` under `name`. Raises ConfigError naming the methods or arguments that it
+    lacks."""
     abstract: frozenset[str] = getattr(engine_class, "__abstractmethods__", frozenset())
     lacking = [method for method in METHODS if method in abstract or not hasattr(engine_class, method)]
     if lacking:
         raise ConfigError(f"checkpoint_engine.backend={name}: {engine_class.__name__} lacks {', '.join(lacking)}")
+    try:
+        require_methods(engine_class, EngineOfVerl, f"checkpoint_engine.backend={name}")
+    except strict.ConfigError as exc:
+        raise ConfigError(str(exc)) from exc
     return type(f"Hosted{engine_class.__name__}", (VerlEngine,), {"name": name, "engine_class": engine_class})
 
 

@@ -27,8 +27,9 @@ def user_modules(config: PPOConfig) -> Iterator[str]:
     if module is not None:
         try:
             importlib.import_module(module)
-        except ImportError as exc:
-            yield f"actor_rollout_ref.model.external_lib={module} cannot be imported: {exc}"
+        except Exception as exc:  # noqa: BLE001 - whatever the user's module raises
+            reason = exc if isinstance(exc, ImportError) else f"{type(exc).__name__}: {exc}"
+            yield f"actor_rollout_ref.model.external_lib={module} cannot be imported: {reason}"
 
 
 def registered_names(config: PPOConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 from verl.workers.rollout.errors import NoWeights
@@ -20,12 +21,18 @@ def said(token_ids, stop_reason="completed", *, version=0, log_prob=-0.5, seen=(
     )
 
 
+def token_spans(output, start, stop):
+    """Of a part of its tokens."""
+    inside = ((max(span.start, start), min(span.stop, stop), span.version) for span in output.weight_versions)
+    return tuple(WeightVersionSpan(a - start, b - start, version) for a, b, version in inside if b > a)
+
+
 class ScriptedServer:
     """A Ray actor that answers call after call with the next item of its script; the last one goes on for ever.
 
-    An item is a TokenOutput, an exception to raise, "hang", "die", or "echo" (the largest character of the prompt,
-    three times; a prompt that contains "fail!" raises and one that contains "hang!" hangs). Nobody gets an answer
-    before `at_once` calls have been in flight at the same time.
+    An item is a TokenOutput (one that `died` is only told, and hangs), an exception to raise, "hang", "die", or "echo"
+    (the largest character of the prompt, three times; a prompt that contains "fail!" raises and one that contains
+    "hang!" hangs). Nobody gets an answer before `at_once` calls have been in flight at the same time.
     """
 
     async def reset(self, script, at_once=1):
@@ -34,8 +41,11 @@ class ScriptedServer:
             script=list(script) or ["echo"],
             at_once=at_once,
             enough=asyncio.Event(),
+            given_up=asyncio.get_running_loop().create_future(),
             calls=[],
             caches=[],
+            unfinished={},
+            asked=[],
             cancelled=0,
             in_flight=0,
             most_in_flight=0,
@@ -51,17 +61,34 @@ class ScriptedServer:
             now.enough.set()
         try:
             await now.enough.wait()
-            return await self.answer(now.script.pop(0) if len(now.script) > 1 else now.script[0], prompt_ids)
+            item = now.script.pop(0) if len(now.script) > 1 else now.script[0]
+            if isinstance(item, TokenOutput) and item.stop_reason == "died":
+                now.unfinished[request_id] = item
+                item = "hang"
+            return await self.answer(item, prompt_ids)
         except asyncio.CancelledError:
             now.cancelled += 1
             raise
         finally:
             now.in_flight -= 1
 
+    async def tokens_since(self, known):
+        """Two tokens more of each at a time. None if nothing is to be told."""
+        self.now.asked.append(known)
+        return {
+            request_id: replace(
+                said(whole.token_ids[number : number + 2], "died"),
+                log_probs=whole.log_probs[number : number + 2],
+                weight_versions=token_spans(whole, number, number + 2),
+            )
+            for request_id, number in known.items()
+            if (whole := self.now.unfinished.get(request_id)) and len(whole.token_ids) > number
+        } or (None if not self.now.unfinished else {})
+
     async def answer(self, item, prompt_ids):
         text = "".join(chr(token + 33) for token in prompt_ids if token < 94)  # the byte tokenizer's printable ASCII
         if item == "hang" or (item == "echo" and "hang!" in text):
-            await asyncio.sleep(600)
+            return await asyncio.wait_for(asyncio.shield(self.now.given_up), 600)
         if item == "die":
             os._exit(1)
         if item == "echo" and "fail!" in text:
@@ -73,5 +100,9 @@ class ScriptedServer:
             return said([ord(max(text)) - 33] * 3, version=7)
         return item
 
+    async def give_up(self, output):
+        """Answer with it what hangs."""
+        self.now.given_up.set_result(output)
+
     async def seen(self):
-        return {name: getattr(self.now, name) for name in ("calls", "caches", "cancelled", "most_in_flight")}
+        return {name: getattr(self.now, name) for name in ("calls", "caches", "cancelled", "most_in_flight", "asked")}

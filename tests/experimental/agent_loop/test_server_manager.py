@@ -2,6 +2,7 @@ import asyncio
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
@@ -10,6 +11,7 @@ from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.scripted_server import NO_WEIGHTS, said
 from verl.experimental.agent_loop import ServerManager
 from verl.experimental.agent_loop.server_manager import Recording, Sample
+from verl.experimental.agent_loop.unfinished import Told
 from verl.utils.pictures import Picture
 from verl.workers.rollout.errors import ReplicaDied, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import SamplingOptions, TokenOutput, WeightVersionSpan
@@ -219,6 +221,103 @@ async def test_killing_a_server_under_a_request_moves_the_request(start_server):
     await until_called(first)
     ray.kill(first)
     assert (await task).stop_reason == "completed"
+
+
+DIED = replace(
+    said([1, 2, 3, 4, 5], "died"),
+    log_probs=[-1.0, -2.0, -3.0, -4.0, -5.0],
+    weight_versions=(WeightVersionSpan(0, 3, 6), WeightVersionSpan(3, 5, 7)),
+)
+
+
+async def told_counts(server):
+    return [count for known in (await server.seen.remote())["asked"] for count in known.values()]
+
+
+async def until_told(server, number):
+    """Until somebody knows as many tokens of its first call."""
+    while number not in await told_counts(server):  # noqa: ASYNC110 - asked for in another process
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("continue_aborted", [True, False])  # which is about responses that a sync interrupts
+async def test_a_response_of_a_killed_server_goes_on_after_the_tokens_that_it_has_told_of(
+    start_server, continue_aborted
+):
+    first, second = start_server(DIED), start_server(said([6, 7], "completed", version=9, log_prob=-6.0))
+    manager = ServerManager([first, second], timeout_s=120, continue_aborted=continue_aborted, told_every_s=0.02)
+    sample = Sample()
+    task = asyncio.create_task(manager.generate("a", PROMPT, SAMPLING, sample=sample))
+    await until_told(first, 5)
+    ray.kill(first)
+    output = await task
+    assert output.token_ids == [1, 2, 3, 4, 5, 6, 7]
+    assert output.log_probs == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -6.0]
+    assert output.stop_reason == "completed"
+    assert output.weight_versions == (
+        WeightVersionSpan(0, 3, 6), WeightVersionSpan(3, 5, 7), WeightVersionSpan(5, 7, 9)
+    )  # fmt: skip
+    assert [(prompt, sampling.max_tokens) for prompt, sampling, _ in await calls_of(second)] == [
+        ([*PROMPT, 1, 2, 3, 4, 5], 3)
+    ]
+    assert (sample.retries, sample.continuations) == (1, 0)
+    assert sample.computed_again == len(PROMPT) + 4  # what the second one has read again; the last nobody had read
+
+
+async def test_a_response_with_a_seed_begins_again_when_its_server_dies_and_nothing_is_told_of_it(start_server):
+    first, second = start_server(DIED, "hang"), start_server(said([6]))
+    manager = ServerManager([first, second], timeout_s=120, told_every_s=0.02)
+    without = asyncio.create_task(manager.generate("a", PROMPT, SAMPLING))
+    await until_told(first, 5)
+    seeded = asyncio.create_task(manager.generate("a", PROMPT, replace(SAMPLING, seed=7)))  # on the same server
+    await until_called(first, 2)
+    asked = len((await first.seen.remote())["asked"])
+    while len((await first.seen.remote())["asked"]) < asked + 3:  # noqa: ASYNC110 - counted in another process
+        await asyncio.sleep(0.02)
+    assert {call for known in (await first.seen.remote())["asked"] for call in known} == {"a.0"}
+    ray.kill(first)
+    assert (await without).token_ids == [1, 2, 3, 4, 5, 6]
+    assert (await seeded).token_ids == [6]
+    asked = [(prompt, sampling.seed) for prompt, sampling, _ in await calls_of(second)]
+    assert sorted(asked, key=str) == [([*PROMPT, 1, 2, 3, 4, 5], None), (PROMPT, 7)]
+
+
+async def test_a_server_whose_engine_died_answers_with_all_tokens_whatever_it_has_told_before(start_server):
+    first, second = start_server(DIED), start_server(said([7]))
+    manager = ServerManager([first, second], timeout_s=120, told_every_s=0.02)
+    task = asyncio.create_task(manager.generate("a", PROMPT, SAMPLING))
+    await until_told(first, 2)
+    await first.give_up.remote(said([1, 2, 3, 4, 5, 6], "died"))
+    assert (await task).token_ids == [1, 2, 3, 4, 5, 6, 7]
+    await manager.generate("a", PROMPT, SAMPLING)
+    assert len(await calls_of(first)) == 1  # it is not asked again
+
+
+async def test_a_server_that_cannot_tell_is_asked_once(start_server):
+    server = start_server("hang")
+    manager = ServerManager([server], timeout_s=120, told_every_s=0.02)
+    held = [asyncio.create_task(manager.generate("a", PROMPT, SAMPLING))]
+    while not await told_counts(server):  # noqa: ASYNC110 - as above
+        await asyncio.sleep(0.02)
+    held.append(asyncio.create_task(manager.generate("b", PROMPT, SAMPLING)))
+    await until_called(server, 2)
+    await asyncio.sleep(0.2)
+    assert len((await server.seen.remote())["asked"]) == 1
+    for task in held:
+        task.cancel()
+
+
+def test_experts_of_a_told_response_are_those_of_its_prompt_and_tokens_but_the_last():
+    told = Told()
+    assert told.output() is None
+    experts = np.arange(6).reshape(6, 1, 1)  # two of the prompt, four of the response, whose fifth token is the last
+    for start, stop, rows in ((0, 2, slice(0, 3)), (2, 5, slice(3, 6))):
+        told.add(replace(said([7] * (stop - start), "died"), routed_experts=experts[rows], seen=("digest",)))
+    output = told.output()
+    assert len(output.token_ids) == told.num_tokens == 5
+    assert output.weight_versions == (WeightVersionSpan(0, 5, 0),)
+    assert output.routed_experts.tolist() == experts.tolist()
+    assert output.seen == ("digest",)
 
 
 class Asked:

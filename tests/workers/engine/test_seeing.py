@@ -428,10 +428,12 @@ class Handle:
     """An engine in this process, called as the actor that serves one."""
 
     def __init__(self, engine: HFEngine) -> None:
-        self.generate = self
+        self.generate = self.tokens_since = self
         self._engine = engine
 
-    def remote(self, **call: Any) -> Any:
+    def remote(self, *known: Any, **call: Any) -> Any:
+        if known:
+            return asyncio.sleep(0)
         return asyncio.ensure_future(self._engine.generate(**call))
 
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,13 @@ from ray.exceptions import RayActorError
 from tests.checkpoint_engine.fakes import soon
 from tests.processes import wait_until_gone
 from tests.sglang_on_cpu import NEEDS_SGLANG
+from tests.workers.rollout.broken_answers import (
+    GREEDY,
+    PROMPTS,
+    Broken,
+    assert_log_probs_are_of_their_versions,
+    assert_they_go_on_as_if_nothing_had_happened,
+)
 from tests.workers.rollout.conftest import MAX_MODEL_LEN, PROMPT, Served, Trainer
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.workers.rollout import Placement, RolloutMode, RolloutReplica, launch_all
@@ -75,6 +81,36 @@ def test_an_engine_process_ends_when_its_client_is_killed(tmp_path):
     assert left == []
 
 
+async def test_answers_of_a_killed_server_go_on_at_another_one_with_the_version_of_every_token(
+    ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
+):
+    """The second version came to the first server in the middle of them, and never to the other one."""
+    one, two = make_replica("hf", 5), make_replica("hf", 6)
+    await launch_all(one.init_standalone(), two.init_standalone())
+
+    async def update() -> None:
+        trainer.commit(2)
+        await one.activate(trainer.arena_path, 2)
+
+    try:
+        for replica in (one, two):
+            await Served(replica, trainer).serve(1)
+        broken = Broken(one, two)
+        await broken.begin(update)
+        await broken.kill()
+        outputs = await broken.answers()
+    finally:
+        await asyncio.gather(one.shutdown(), two.shutdown())
+    went_on = [[(span.replica, span.version) for span in output.weight_versions] for output in outputs]
+    assert sorted(went_on) == [
+        *[[("replica-5", 1), ("replica-5", 2), ("replica-6", 1)]] * 2,
+        *[[("replica-6", 1)]] * 2,
+    ]
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert len(output.token_ids) == GREEDY.max_tokens
+        assert_log_probs_are_of_their_versions(trainer, prompt, output)
+
+
 async def test_a_killed_server_is_found_out_and_a_new_one_takes_its_place(
     ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
 ):
@@ -105,7 +141,8 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
     ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer, temporary: Path
 ):
     """Two replicas, started together: one on one rank, one on two ranks."""
-    one, two = make_replica("vllm", 8), make_replica("vllm", 9, tensor_model_parallel_size=2)
+    counting = {"engine_kwargs": {"vllm": {"disable_log_stats": False}}}
+    one, two = make_replica("vllm", 8, **counting), make_replica("vllm", 9, tensor_model_parallel_size=2, **counting)
     leave_files_in(temporary, one, two)
     await launch_all(one.init_standalone(), two.init_standalone())
     try:
@@ -117,11 +154,9 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
             )
 
         assert left_in(temporary)
-        server = await server_process(one)
-        children = server.children(recursive=True)
-        assert any("EngineCore" in process.name() for process in children)
-        os.kill(server.pid, signal.SIGKILL)
-        assert wait_until_gone([server, *children]) == []
+        killed = await assert_they_go_on_as_if_nothing_had_happened(one, two, trainer)
+        assert len(killed) > 1
+        assert wait_until_gone(killed) == []
         await assert_dead_soon(one)
         await two.health()
 
@@ -144,7 +179,7 @@ async def test_killing_any_process_of_vllm_ends_all_of_it_and_leaves_the_other_r
             with pytest.raises(ReplicaDied, match=re.escape(died)):
                 await asyncio.wait_for(_wait(request), 120)
         output = await asyncio.wait_for(_wait(begun), 120)
-        assert output.stop_reason == "aborted"  # so it is continued on another engine
+        assert output.stop_reason == "died"  # so it is continued on another engine
         assert 5 <= len(output.token_ids) < MAX_MODEL_LEN - 10
         assert output.log_probs == pytest.approx(trainer.log_probs(1, PROMPT, output.token_ids, 1.0), abs=2e-4)
         assert [(span.stop, span.version) for span in output.weight_versions] == [(len(output.token_ids), 1)]

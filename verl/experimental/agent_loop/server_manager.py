@@ -6,18 +6,18 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from verl.experimental.agent_loop.output import with_later
+from verl.experimental.agent_loop.unfinished import TOLD_EVERY_S, Listener, Partial
 from verl.utils.pictures import Picture
 from verl.utils.seeds import derived
-from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout, RolloutError
-from verl.workers.rollout.records import SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
+from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
+from verl.workers.rollout.records import SamplingOptions, TokenOutput
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 """Waits between attempts after a server aborts a request before its first token: it is probably changing weights."""
@@ -49,6 +49,7 @@ class Sample:
 class _Server:
     handle: Any
     name: str
+    listener: Listener
     in_flight: int = 0
     dead: bool = False
 
@@ -67,8 +68,10 @@ class _Conversation:
 class ServerManager:
     """Spreads requests over rollout servers. One per agent-loop worker, on its event loop.
 
-    A server is an actor with `generate.remote(prompt_ids, sampling, request_id) -> TokenOutput`. Requests go to the
-    server with the fewest of ours in flight; those of one `request_id` stay on the server that has their prefix cached.
+    A server is an actor with `generate` and `tokens_since` of `RolloutServer`. Requests go to the server with the
+    fewest of ours in flight; those of one `request_id` stay on the server that has their prefix cached. If it dies they
+    go on at another one, after the tokens that it has told of. One with a seed begins again, as its tokens then are
+    those that it would have had.
     """
 
     def __init__(
@@ -79,12 +82,16 @@ class ServerManager:
         continue_aborted: bool = True,
         max_sticky_requests: int = 10_000,
         first_server: int = 0,
+        told_every_s: float = TOLD_EVERY_S,
     ) -> None:
         """`timeout_s` is the deadline of one `generate`, with continuations. `first_server` breaks the first tie, so
-        that workers begin with different servers. Raises ValueError without servers."""
+        that workers begin with different servers. Servers are asked for unfinished tokens every `told_every_s`. Raises
+        ValueError without servers."""
         if not servers:
             raise ValueError("there are no rollout servers to send requests to")
-        self._servers = [_Server(handle, f"server-{index}") for index, handle in enumerate(servers)]
+        self._servers = [
+            _Server(handle, f"server-{index}", Listener(handle, told_every_s)) for index, handle in enumerate(servers)
+        ]
         self._timeout_s = timeout_s
         self._continue_aborted = continue_aborted
         self._sticky: OrderedDict[str, _Conversation] = OrderedDict()
@@ -118,7 +125,7 @@ class ServerManager:
             raise ValueError(f"generate: image_data is the `multi_modal_data` of the sample, not {strangers[0]}")
         sampling = SamplingOptions.of(sampling_params)
         sample = sample or Sample()
-        so_far = _Partial(sampling.max_tokens)
+        so_far = Partial(sampling.max_tokens)
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -128,10 +135,12 @@ class ServerManager:
                     tokens = [*prompt_ids, *so_far.token_ids]
                     output = await self._on_some_server(request_id, sample, tokens, budget, pictures)
                     so_far.add(output)
-                    if output.stop_reason != "aborted":
+                    if output.stop_reason not in ("aborted", "died"):
                         return so_far.output(output.stop_reason)
                     if not so_far.room:
                         return so_far.output("length")
+                    if output.stop_reason == "died":
+                        continue
                     if not self._continue_aborted:
                         return so_far.output("aborted")
                     sample.continuations += 1
@@ -157,7 +166,7 @@ class ServerManager:
         sampling: SamplingOptions,
         pictures: Sequence[Picture],
     ) -> TokenOutput:
-        """Try the servers in turn until one can answer."""
+        """Try the servers in turn until one can answer, or has died and told of some tokens."""
         failures: dict[str, Exception] = {}
         while True:
             conversation = self._choose(request_id, sample.group, failures)
@@ -168,19 +177,27 @@ class ServerManager:
                     f"{reasons or 'all died earlier'}"
                 )
             server = conversation.server
-            server.in_flight += 1
-            try:
-                output = await self._call(conversation, token_ids, sampling, request_id, pictures)
-            except (RayActorError, ReplicaDied, NoWeights) as exc:
-                # NoWeights and an unavailable actor may pass; a dead one is not asked again.
-                server.dead = not isinstance(exc, (NoWeights, ActorUnavailableError))
-                failures[server.name] = exc
-                sample.retries += 1
-            else:
+            call_id = f"{request_id}.{next(self._call_number)}"  # engines refuse an id that is in use
+            output: TokenOutput | None = None
+            with nullcontext() if sampling.seed is not None else server.listener.listening(call_id) as told:
+                server.in_flight += 1
+                try:
+                    output = await self._call(conversation, token_ids, sampling, call_id, pictures)
+                except (RayActorError, ReplicaDied, NoWeights) as exc:
+                    # NoWeights and an unavailable actor may pass; a dead one is not asked again.
+                    server.dead = not isinstance(exc, (NoWeights, ActorUnavailableError))
+                    failures[server.name] = exc
+                    sample.retries += 1
+                    output = told.output() if told is not None else None
+                else:
+                    if output.stop_reason == "died":
+                        server.dead = True
+                        sample.retries += 1
+                finally:
+                    server.in_flight -= 1
+            if output is not None:
                 self._note(conversation, sample, len(token_ids), output)
                 return output
-            finally:
-                server.in_flight -= 1
 
     def _note(self, conversation: _Conversation, sample: Sample, num_prompt: int, output: TokenOutput) -> None:
         """Count what was computed a second time, and keep the name of the cache."""
@@ -188,7 +205,7 @@ class ServerManager:
         sample.computed_again += max(0, again) + output.computed_again
         conversation.num_computed = num_prompt + max(0, len(output.token_ids) - 1)  # the last has not been read
         conversation.cache = output.cache
-        if sample.group is not None and output.cache is not None:
+        if sample.group is not None and output.cache is not None and output.stop_reason != "died":
             self._groups.setdefault(sample.group, conversation)
             while len(self._groups) > self._max_sticky_requests:
                 self._groups.popitem(last=False)
@@ -198,11 +215,10 @@ class ServerManager:
         conversation: _Conversation,
         token_ids: list[int],
         sampling: SamplingOptions,
-        request_id: str,
+        call_id: str,
         pictures: Sequence[Picture],
     ) -> TokenOutput:
         """One remote call; its server stops working on it when this is cancelled. Raises the server's own errors."""
-        call_id = f"{request_id}.{next(self._call_number)}"  # engines refuse an id that is in use
         further: dict[str, Any] = {"pictures": pictures} if pictures else {}
         if conversation.cache is not None:
             further["cache"] = conversation.cache
@@ -237,52 +253,6 @@ class ServerManager:
         while len(self._sticky) > self._max_sticky_requests:
             self._sticky.popitem(last=False)
         return chosen
-
-
-class _Partial:
-    """A response that may come in several pieces."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self.token_ids: list[int] = []
-        self._log_probs: list[float] | None = []
-        self._spans: list[WeightVersionSpan] = []
-        self._routes: np.ndarray | None = None
-        self._seen: tuple[str, ...] = ()
-
-    @property
-    def room(self) -> int:
-        return self._max_tokens - len(self.token_ids)
-
-    def seed(self, given: int | None) -> int | None:
-        """Of the next piece. With the same one its tokens would be drawn with the numbers that the first tokens were
-        drawn with, and those are no longer independent of the prompt."""
-        return derived(given, len(self.token_ids)) if given is not None and self.token_ids else given
-
-    def add(self, piece: TokenOutput) -> None:
-        if self._seen and piece.seen != self._seen:
-            raise RolloutError("two engines made different patches of the pictures of one prompt")
-        self._seen = piece.seen
-        offset = len(self.token_ids)
-        for span in piece.weight_versions:
-            start, stop = span.start + offset, span.stop + offset
-            last = self._spans[-1] if self._spans else None
-            span = replace(span, start=start, stop=stop)
-            same = last and (last.stop, last.version, last.kv_version, last.replica)
-            if same == (span.start, span.version, span.kv_version, span.replica):
-                span = replace(span, start=self._spans.pop().start)
-            self._spans.append(span)
-        self.token_ids += piece.token_ids
-        self._routes = with_later(self._routes, piece.routed_experts)
-        if piece.log_probs is None:
-            self._log_probs = self._log_probs if not piece.token_ids else None
-        elif self._log_probs is not None:
-            self._log_probs += piece.log_probs
-
-    def output(self, stop_reason: StopReason) -> TokenOutput:
-        return TokenOutput(
-            self.token_ids, self._log_probs, stop_reason, tuple(self._spans), self._routes, seen=self._seen
-        )
 
 
 def _first_line(exc: Exception) -> str:

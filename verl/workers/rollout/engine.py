@@ -109,6 +109,18 @@ class KeepingEngine(Protocol):
 
 
 @runtime_checkable
+class TellingEngine(Protocol):
+    """An engine that tells what it has sampled so far, for requests that go on elsewhere if it dies."""
+
+    tells: Literal[True]
+
+    def so_far(self, request_id: str, known: int) -> TokenOutput | None:
+        """The tokens after the first `known` of a response that is not finished, with their log-probs, versions, and
+        experts where those are recorded, as an output that is `died`. Its spans begin at 0, and its experts after those
+        of the known tokens. None: there are no more, or the rest of such a response is not to be sampled elsewhere."""
+
+
+@runtime_checkable
 class TracedEngine(Protocol):
     """An engine that can write traces of its computation to `rollout.profiler.save_path`."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NO_VERSION = -1
 """The version of tokens sampled from weights that the engine loaded itself (`load_format=auto`)."""
 
-StopReason = Literal["completed", "length", "aborted"]
+StopReason = Literal["completed", "length", "aborted", "died"]
 PAUSE_MODES = ("abort", "wait", "keep")
 
 
@@ -123,7 +123,8 @@ class WeightVersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One response. `aborted`: the engine was told to stop; the tokens so far are valid and can be continued."""
+    """One response. `aborted`: the engine was told to stop; the tokens so far are valid and can be continued. `died`:
+    the same of a response that the engine did not finish; agent loops get none."""
 
     token_ids: list[int]
     log_probs: list[float] | None

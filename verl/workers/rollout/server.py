@@ -17,7 +17,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -28,7 +28,7 @@ from verl.checkpoint_engine.support.memory import MemoryUse, tree_use
 from verl.utils.lifetime import begin_actor
 from verl.utils.pictures import Picture
 from verl.utils.timing import Span, SpanLog
-from verl.workers.rollout.engine import Engine, EngineSpec, KeepingEngine, SeeingEngine, TracedEngine
+from verl.workers.rollout.engine import Engine, EngineSpec, KeepingEngine, SeeingEngine, TellingEngine, TracedEngine
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
 from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOptions, TokenOutput
 
@@ -141,6 +141,18 @@ class RolloutServer:
         if not isinstance(self._engine, SeeingEngine):
             raise RolloutError(f"{self._spec.name}: request {request_id} has pictures, which this engine does not see")
         return await self._engine.generate(prompt_ids, sampling, request_id, pictures)
+
+    @ray.method(concurrency_group="generate")
+    async def tokens_since(self, known: Mapping[str, int]) -> dict[str, TokenOutput] | None:
+        """By request under way, the tokens after as many of them as are known (see `TellingEngine`), if it has more.
+        None: the engine does not tell. Agent loops ask again and again, and go on from there if this process dies."""
+        return await self._loop.run(self._tokens_since(known))
+
+    async def _tokens_since(self, known: Mapping[str, int]) -> dict[str, TokenOutput] | None:
+        if not isinstance(self._engine, TellingEngine):
+            return None
+        found = {request_id: self._engine.so_far(request_id, number) for request_id, number in known.items()}
+        return {request_id: part.by(self._spec.name) for request_id, part in found.items() if part is not None}
 
     async def _end_of_change(self, timeout_s: float) -> None:
         """Until an activation that is under way, if any, is over."""

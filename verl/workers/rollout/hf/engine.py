@@ -78,16 +78,23 @@ class Request:
         return "length" if len(self.tokens) >= self.max_tokens else None
 
     def finish(self, reason: StopReason) -> None:
-        if self.output.done():  # its caller has given up
-            return
+        if not self.output.done():  # else its caller has given up
+            self.output.set_result(self.after(0, reason))
+
+    def after(self, known: int, reason: StopReason) -> TokenOutput:
+        """Without the first `known` tokens, and their experts."""
         stops = [start for start, _ in self.versions[1:]] + [len(self.tokens)]
         spans = tuple(
-            WeightVersionSpan(start, stop, version)
+            WeightVersionSpan(max(start - known, 0), stop - known, version)
             for (start, version), stop in zip(self.versions, stops, strict=bool(self.versions))
+            if stop > known
         )
-        log_probs = self.log_probs if self.sampling.logprobs else None
+        log_probs = self.log_probs[known:] if self.sampling.logprobs else None
         routes = np.concatenate(self.routes) if self.routes else None
-        self.output.set_result(TokenOutput(self.tokens, log_probs, reason, spans, routes, seen=self.seen))
+        if routes is not None and reason == "died":  # a step may be under way, and have told of the next token already
+            read = len(self.prompt) + len(self.tokens) - 1
+            routes = routes[len(self.prompt) + known - 1 if known else 0 : read]
+        return TokenOutput(self.tokens[known:], log_probs, reason, spans, routes, seen=self.seen)
 
     def add_routes(self, read: np.ndarray) -> None:
         """Add the routes of a step's tokens: one new token, or all tokens again, which keep their first routes."""
@@ -99,9 +106,12 @@ class HFEngine:
     """See `verl.workers.rollout.engine.Engine`. State lives on the engine loop; the model is used in one thread."""
 
     sees: Literal[True] = True
+    tells: Literal[True] = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
+        self._requests: dict[str, Request] = {}
+        """By id, those without an answer."""
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix=f"{spec.name}-model")
         self._version = NO_VERSION
         self._waiting: deque[Request] = deque()
@@ -194,7 +204,18 @@ class HFEngine:
         async with self._changed:
             self._waiting.append(request)
             self._changed.notify_all()
-        return await request.output
+        self._requests[request_id] = request
+        try:
+            return await request.output
+        finally:
+            del self._requests[request_id]
+
+    def so_far(self, request_id: str, known: int) -> TokenOutput | None:
+        """See `TellingEngine`. None with a seed, which draws the whole response again elsewhere."""
+        request = self._requests.get(request_id)
+        if request is None or request.sampling.seed is not None or len(request.tokens) <= known:
+            return None
+        return request.after(known, "died")
 
     def _require_seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> tuple[str, ...]:
         """Check the pictures of one request before it joins others; returns their digests. Raises RolloutError."""

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import EngineInput, TokensPrompt
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -69,11 +69,24 @@ EXPERTS_WORKER = "verl.checkpoint_engine.engines.vllm.cpu_experts.ExpertsWorker"
 STOP_REASONS: dict[str | None, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that vLLM has."""
+
+    sampling: SamplingOptions
+    num_prompt: int
+    seen: tuple[str, ...] = ()
+    now: str | None = None
+    """The salt of conversations that began when it came; None without salts."""
+    salt: str | None = None
+
+
 class VLLMEngine:
     """One `AsyncLLM` whose weights come from a node arena. See `verl.workers.rollout.engine.Engine`."""
 
     sees: Literal[True] = True
     keeps: Literal[True] = True
+    tells: Literal[True] = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -96,6 +109,8 @@ class VLLMEngine:
         """When that was first seen."""
         self._pids: Mapping[int, int] = {}
         """Theirs, by rank."""
+        self._asked: dict[str, Asked] = {}
+        """By id."""
         self._adapter: LoRARequest | None = None
         """What a request says to be computed with the adapters; None until there are some."""
         self._adapter_directory: Path | None = None
@@ -211,21 +226,32 @@ class VLLMEngine:
         cache: str | None = None,
     ) -> TokenOutput:
         prompt: TokensPrompt | EngineInput = TokensPrompt(prompt_token_ids=list(prompt_ids))
-        now = salt = None
+        asked = Asked(sampling, len(prompt_ids))
         if self._salts is not None:
             now, salt = self._salts.current, self._salts.of(cache)
+            asked = replace(asked, now=now, salt=salt)
             prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=salt)
         if pictures:
             prompt = await self._seen(prompt_ids, pictures, request_id)
+            if self._processor is not None:
+                asked = replace(asked, seen=self._processor.digests(pictures))
+        self._asked[request_id] = asked
+        try:
+            return await self._generate(prompt, request_id, asked)
+        finally:
+            del self._asked[request_id]
+
+    async def _generate(self, prompt: TokensPrompt | EngineInput, request_id: str, asked: Asked) -> TokenOutput:
         final: RequestOutput | None = None
         try:
             async for output in self._running().generate(
-                prompt, self._sampling_params(sampling), request_id, lora_request=self._adapter
+                prompt, self._sampling_params(asked.sampling), request_id, lora_request=self._adapter
             ):
                 final = output  # FINAL_ONLY: there is one
         except EngineDeadError as exc:
-            if (final := self._sampled_so_far(request_id, sampling)) is None:
+            if (rest := self.so_far(request_id, 0)) is None:
                 raise ReplicaDied(f"{self._spec.name}: {self._died()} during request {request_id}") from exc
+            return rest
         except EngineGenerateError as exc:
             await asyncio.sleep(LIVENESS_S)  # of a core that ends, requests may fail before vLLM knows that it has
             if not self._running().errored:
@@ -233,29 +259,25 @@ class VLLMEngine:
             raise ReplicaDied(f"{self._spec.name}: {self._died()} during request {request_id}") from exc
         if final is None:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from vLLM")
-        answer = self._token_output(final.outputs[0], request_id, logprobs=sampling.logprobs)
-        if self._processor is not None and pictures:
-            answer = replace(answer, seen=self._processor.digests(pictures))
-        cached = final.num_cached_tokens or 0
-        if now is None or salt is None:
-            begun_again = [len(prompt_ids) + span.start for span in answer.weight_versions[1:]]
-            return replace(answer, cached_tokens=cached, computed_again=sum(begun_again))
-        # Weights may have changed since the request came: what it waited with counts as the older version's.
-        return replace(answer, cached_tokens=cached, cache=salt).on_cache_of(version_of(salt if cached else now))
+        reason = final.outputs[0].finish_reason
+        if reason not in STOP_REASONS:
+            raise RolloutError(f"{self._spec.name}: request {request_id} ended with {reason!r}")
+        return self._token_output(final, asked, STOP_REASONS[reason])
 
-    def _sampled_so_far(self, request_id: str, sampling: SamplingOptions) -> RequestOutput | None:
-        """What the engine had sampled of a request when it died, as if the request had been aborted then.
-
-        None without a token; with a seed, which draws the whole response again elsewhere; and where experts are
-        recorded, which an engine tells at the end.
-        """
-        if sampling.seed is not None or self._spec.config.enable_rollout_routing_replay:
+    def so_far(self, request_id: str, known: int) -> TokenOutput | None:
+        """See `TellingEngine`. None with a seed, which draws the whole response again elsewhere; where experts are
+        recorded, which vLLM tells at the end; and where the user's logits processors may look at tokens of a response,
+        which are tokens of the prompt elsewhere."""
+        asked, config = self._asked.get(request_id), self._spec.config
+        if asked is None or asked.sampling.seed is not None or config.enable_rollout_routing_replay:
+            return None
+        if (config.engine_kwargs.get("vllm") or {}).get("logits_processors"):
             return None
         processor: Any = self._running().output_processor
-        for internal_id in getattr(processor, "external_req_ids", {}).get(request_id, ()):
+        for internal_id in processor.external_req_ids.get(request_id, ()):
             output = processor.request_states[internal_id].make_request_output([], None, FinishReason.ABORT, None)
-            if isinstance(output, RequestOutput) and output.outputs[0].token_ids:
-                return output
+            if isinstance(output, RequestOutput) and len(output.outputs[0].token_ids) > known:
+                return self._token_output(output, asked, "died", known)
         return None
 
     async def _seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> EngineInput:
@@ -283,18 +305,29 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _token_output(self, output: CompletionOutput, request_id: str, *, logprobs: bool) -> TokenOutput:
-        if output.finish_reason not in STOP_REASONS:
-            raise RolloutError(f"{self._spec.name}: request {request_id} ended with {output.finish_reason!r}")
-        token_ids = list(output.token_ids)
+    def _token_output(self, output: RequestOutput, asked: Asked, reason: StopReason, known: int = 0) -> TokenOutput:
+        """Without the first `known` tokens."""
+        (sampled,) = output.outputs
+        token_ids = list(sampled.token_ids[known:])
         log_probs: list[float] | None = None
-        if logprobs:
-            positions: Any = output.logprobs or []
+        if asked.sampling.logprobs:
+            positions: Any = (sampled.logprobs or [])[known:]
             log_probs = [position[token].logprob for position, token in zip(positions, token_ids, strict=True)]
         spans = tuple(
-            WeightVersionSpan(span.start, span.end, _version(span.version)) for span in output.weight_versions or ()
+            WeightVersionSpan(max(span.start - known, 0), span.end - known, _version(span.version))
+            for span in sampled.weight_versions or ()
+            if span.end > known
         )
-        return TokenOutput(token_ids, log_probs, STOP_REASONS[output.finish_reason], spans, output.routed_experts)
+        cached = output.num_cached_tokens or 0
+        answer = TokenOutput(
+            token_ids, log_probs, reason, spans, sampled.routed_experts, cached_tokens=cached, seen=asked.seen
+        )
+        if asked.now is None or asked.salt is None:
+            begun_again = [span.start for span in (sampled.weight_versions or ())[1:] if span.start >= known]
+            return replace(answer, computed_again=sum(asked.num_prompt + start for start in begun_again))
+        # Weights may have changed since the request came: what it waited with counts as the older version's.
+        oldest = version_of(asked.salt if cached else asked.now)
+        return replace(answer, cache=asked.salt).on_cache_of(oldest)
 
     async def pause(self, mode: str) -> None:
         llm = self._running()

@@ -1,0 +1,136 @@
+"""Responses that are not finished: in several pieces, and as far as they are known before their server dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from ray.exceptions import RayError
+
+from verl.experimental.agent_loop.output import with_later
+from verl.utils.seeds import derived
+from verl.workers.rollout.errors import RolloutError
+from verl.workers.rollout.records import StopReason, TokenOutput, WeightVersionSpan
+
+TOLD_EVERY_S = 0.5
+"""Between two requests for what a server has sampled meanwhile, of all responses at once: so much is lost with it."""
+
+
+class Partial:
+    """A response that may come in several pieces."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.token_ids: list[int] = []
+        self._log_probs: list[float] | None = []
+        self._spans: list[WeightVersionSpan] = []
+        self._routes: np.ndarray | None = None
+        self._seen: tuple[str, ...] = ()
+
+    @property
+    def room(self) -> int:
+        return self._max_tokens - len(self.token_ids)
+
+    def seed(self, given: int | None) -> int | None:
+        """Of the next piece. With the same one its tokens would be drawn with the numbers that the first tokens were
+        drawn with, and those are no longer independent of the prompt."""
+        return derived(given, len(self.token_ids)) if given is not None and self.token_ids else given
+
+    def add(self, piece: TokenOutput) -> None:
+        if self._seen and piece.seen != self._seen:
+            raise RolloutError("two engines made different patches of the pictures of one prompt")
+        self._seen = piece.seen
+        offset = len(self.token_ids)
+        for span in piece.weight_versions:
+            start, stop = span.start + offset, span.stop + offset
+            last = self._spans[-1] if self._spans else None
+            span = replace(span, start=start, stop=stop)
+            same = last and (last.stop, last.version, last.kv_version, last.replica)
+            if same == (span.start, span.version, span.kv_version, span.replica):
+                span = replace(span, start=self._spans.pop().start)
+            self._spans.append(span)
+        self.token_ids += piece.token_ids
+        self._routes = with_later(self._routes, piece.routed_experts)
+        if piece.log_probs is None:
+            self._log_probs = self._log_probs if not piece.token_ids else None
+        elif self._log_probs is not None:
+            self._log_probs += piece.log_probs
+
+    def output(self, stop_reason: StopReason) -> TokenOutput:
+        return TokenOutput(
+            self.token_ids, self._log_probs, stop_reason, tuple(self._spans), self._routes, seen=self._seen
+        )
+
+
+class Told:
+    """One unfinished response, as far as its server has told."""
+
+    def __init__(self) -> None:
+        self._parts: list[TokenOutput] = []
+        self.num_tokens = 0
+
+    def add(self, part: TokenOutput) -> None:
+        """The tokens that follow: see `TellingEngine`."""
+        self._parts.append(part)
+        self.num_tokens += len(part.token_ids)
+
+    def output(self) -> TokenOutput | None:
+        """All of it, as one that `died`; None without a token."""
+        if not self._parts:
+            return None
+        whole = Partial(self.num_tokens)
+        for part in self._parts:
+            whole.add(replace(part, routed_experts=None))
+        first, last = self._parts[0], self._parts[-1]
+        routes = [part.routed_experts for part in self._parts if part.routed_experts is not None]
+        return replace(
+            whole.output("died"),
+            routed_experts=np.concatenate(routes) if routes else None,
+            cache=last.cache,
+            cached_tokens=first.cached_tokens,
+            computed_again=sum(part.computed_again for part in self._parts),
+        )
+
+
+class Listener:
+    """Asks one server what it has sampled of the calls under way, while there are any. On the loop of its caller.
+
+    One request for all of them: what it costs does not grow with the number of tokens a second and call.
+    """
+
+    def __init__(self, server: Any, every_s: float = TOLD_EVERY_S) -> None:
+        """`server` is an actor with `tokens_since`: see `RolloutServer`."""
+        self._server, self._every_s = server, every_s
+        self._calls: dict[str, Told] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._tells = True
+
+    @contextmanager
+    def listening(self, call_id: str) -> Iterator[Told]:
+        """What is told of that call within the block."""
+        told = self._calls[call_id] = Told()
+        if self._tells and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask())
+        try:
+            yield told
+        finally:
+            del self._calls[call_id]
+
+    async def _ask(self) -> None:
+        while self._tells:
+            await asyncio.sleep(self._every_s)
+            known = {call_id: told.num_tokens for call_id, told in self._calls.items()}
+            if not known:
+                return
+            try:
+                parts = await self._server.tokens_since.remote(known)
+            except RayError:  # as the calls themselves will say
+                continue
+            self._tells = parts is not None
+            for call_id, part in (parts or {}).items():
+                if call_id in self._calls:  # else it has been answered since
+                    self._calls[call_id].add(part)

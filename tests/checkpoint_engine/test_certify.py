@@ -76,7 +76,9 @@ def test_sigterm_ends_it_at_every_stage_and_nothing_is_left(stopped, tmp_path, t
             warm,
             "verl.checkpoint_engine.certify",
             ["--model", str(model)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "VERL_SHM_DIR": str(temporary / "shm")},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "VERL_SHM_DIR": str(temporary / "shm")}
+            | {"VLLM_LOGGING_LEVEL": "INFO"},
             stdout=output,
             stderr=output,
             spawns=True,

@@ -310,6 +310,7 @@ def test_a_server_without_the_routes_is_told_which_switch_it_lacks(model: Path, 
     "text",
     [
         "Worker failed with error 'Weight transfer not configured. Please set weight_transfer_config', please check",
+        "Call to collective_rpc method failed: Weight transfer not configured. Please set weight_transfer_config",
         "Invalid init_info for NCCLWeightTransferEngine: unexpected keyword argument 'tensors'",
     ],
 )
@@ -374,6 +375,9 @@ def test_a_directory_without_a_whole_checkpoint_is_an_error(second: Path, tmp_pa
         (["--checkpoint-path", "d", "--endpoint", "http://h", "--timeout-s", "0"], "--timeout-s must be positive"),
         (["--checkpoint-path", "d", "--endpoint", "http://h", "http://i"], "need 2 ranks, not 1: torchrun"),
         (["--checkpoint-path", "d", "--endpoint", "http://h", "--inference-parallel-size", "0"], "must be 1 or more"),
+        (["--checkpoint-path", "d", "--endpoint", "http://h", "--hold-seconds", "5"], "with --save-metas-file stays"),
+        (["--checkpoint-path", "d", "--save-metas-file", "/no/f"], "written to /no/f: there is no directory /no"),
+        (["--checkpoint-path", "d", "--save-metas-file", "/tmp"], "metas cannot be written to /tmp: Is a directory"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_with_what_to_change(capfd, arguments: list[str], message: str):

@@ -96,7 +96,12 @@ def as_program(module: str, arguments: list[str]) -> None:
         (["certify", "--help"], 0, "usage: verl-sync certify [-h]"),
         (["update", "--endpoint", "http://127.0.0.1:1"], 2, "give either --checkpoint-path"),
         (["certify", "--help"], 0, "--tensor-parallel-size"),
-        (["certify", "--model", "/nowhere"], 2, "/nowhere"),
+        (["certify", "--model", "/nowhere"], 2, "/nowhere is not a directory"),
+        (["certify", "--model", "/nowhere", "--html", "f"], 2, "--html is of a running server"),
+        (["certify", "--model", "/nowhere", "--json", "/no/f"], 2, "--json /no/f: there is no directory /no"),
+        (["plan", "/nowhere", "--device", "cpu", "--backend", "nccl"], 2, "--backend nccl needs CUDA devices"),
+        (["watch", "DIR", "--host", ""], 2, "the argument after `verl-sync watch DIR --host` is empty"),
+        (["doctor", "--address="], 2, "the argument after `verl-sync doctor` is empty: is a variable"),
     ],
 )
 def test_modules_get_their_arguments_and_give_their_exit_code(arguments: list[str], code: int, said: str):

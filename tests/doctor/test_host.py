@@ -73,6 +73,22 @@ def test_rdma_devices_want_memory_that_can_be_locked(monkeypatch: pytest.MonkeyP
     assert (found.state, found.remedy) == ("wrong", "ulimit -l unlimited: RDMA pins what it reads")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
+@pytest.mark.parametrize("words", [["trainer.device=cuda"], ["trainer.device=npu", "trainer.n_gpus_per_node=4"]])
+def test_a_device_that_the_job_asks_for_and_the_host_lacks_is_wrong(words, capsys: pytest.CaptureFixture[str]):
+    assert command.main([*words, "--json"]) == 1
+    by_check = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert by_check["devices"]["state"] == "wrong"
+    assert f"{words[0]}: device" in by_check["devices"]["found"]
+
+
+def test_fewer_devices_than_the_job_has_ranks_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "resolve_device", lambda _: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (found,) = [one for one in host_findings(CONFIG, host.Asked(ranks=4)) if one.check == "devices"]
+    assert (found.state, found.found) == ("wrong", "1 cuda devices, and trainer.n_gpus_per_node=4")
+
+
 def test_the_worst_finding_counts():
     def one(state):
         return Finding(check="x", where="here", state=state, found="")

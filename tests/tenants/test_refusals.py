@@ -2,10 +2,12 @@
 
 import asyncio
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.tenants.test_training import ADAM, PROMPT, adapter_of, batches
 from tests.tenants.wire_client import NAME, OF_REQUEST, Refusal, Server, samples
@@ -398,7 +400,10 @@ def test_keys_are_read_with_comments(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "absent"], "--model absent is no directory of a Hugging Face model: it has no config.json"),
+        (["--model", "absent"], "--model='absent' is not a directory"),
+        (["--model", "LACKS"], "--model: config.json, with overrides, does not fit the weights: lm_head.weight is not"),
+        (["--model", "NO_TOKENIZER"], "has no tokenizer (one of tokenizer.json"),
+        (["--model", "MODEL", "--max-context", "99999"], "--max-context 99999: the model takes 512 tokens"),
         (["--model", "MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0: beyond this machine, --keys FILE is needed"),
         (["--model", "MODEL", "--keys", "absent"], "--keys absent: "),
         (["--model", "MODEL", "--host", "192.0.2.1", "--keys", "KEYS"], "--host 192.0.2.1 --port 8000: "),
@@ -410,8 +415,13 @@ def test_a_server_that_cannot_start_says_why_in_one_line(model, tmp_path, monkey
     Path("KEYS").write_text("ann tml-1")
     if "MIXTURE" in arguments:
         make_tiny_model("MIXTURE", "qwen3_moe")
+    if "LACKS" in arguments:
+        file = Path(shutil.copytree(model, "LACKS")) / "model.safetensors"
+        save_file({name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}, file)
+    if "NO_TOKENIZER" in arguments:
+        shutil.copytree(model, "NO_TOKENIZER", ignore=shutil.ignore_patterns("token*"))
     with pytest.raises(SystemExit) as ended:
-        main(["serve", *(str(model) if each == "MODEL" else each for each in arguments)])
+        main(["serve", "--sampler", "transformers", *(str(model) if each == "MODEL" else each for each in arguments)])
     assert ended.value.code == 2
     told = capsys.readouterr().err.strip()
     assert told.startswith("error: ")

@@ -80,8 +80,9 @@ def test_a_run_can_be_told_where_to_go_on(config, tmp_path):
     earlier = CheckpointDirectory(config).root / "global_step_1"
     resume = replace(config, resume_mode="resume_path", resume_from_path=str(earlier))
     assert CheckpointDirectory(resume).would_resume_from() == CheckpointDirectory(resume).find() == earlier
-    with pytest.raises(ConfigError, match="is not a checkpoint"):
-        CheckpointDirectory(replace(resume, resume_from_path=str(tmp_path))).find()
+    for looked in (CheckpointDirectory.find, CheckpointDirectory.would_resume_from):
+        with pytest.raises(ConfigError, match="is not a checkpoint"):
+            looked(CheckpointDirectory(replace(resume, resume_from_path=str(tmp_path))))
 
 
 def test_a_pointer_to_something_incomplete_is_an_error_not_a_fresh_start(config):

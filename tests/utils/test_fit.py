@@ -11,7 +11,7 @@ from transformers import AutoModelForTokenClassification
 
 from tests.models.architectures import ARCHITECTURES, FILE, write_checkpoint
 from verl.utils.config import ConfigError
-from verl.utils.model import load_hf_config
+from verl.utils.model import load_hf_config, load_tokenizer
 from verl.utils.model_files import weight_tensors
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.model import load_hf_config as fsdp_config
@@ -102,6 +102,17 @@ def test_a_dtype_that_torch_does_not_have_is_told_with_its_word(load, tmp_path):
     write_checkpoint(ARCHITECTURES["qwen2"], tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json cannot be loaded: its dtype 'bf16' is none of torch's"):
         load(changed(tmp_path, dtype="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"dtype": "bf16"}, "its dtype 'bf16' is none of"), ({"num_hidden_layers": 7}, "`layer_types`")],
+)
+def test_a_tokenizer_beside_a_configuration_that_cannot_be_loaded_is_told_why(fields, said, model_dir):
+    described = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(described | fields))
+    with pytest.raises(ConfigError, match=rf"config\.json cannot be loaded: .*{said}"):
+        load_tokenizer(HFModelConfig(path=str(model_dir)))
 
 
 def test_a_value_that_transformers_refuses_is_told_with_its_key(model_dir):

@@ -41,6 +41,7 @@ from .parameter_server.checkpoint_directory import checkpoint_files
 from .parameter_server.safetensors_files import read_checkpoint
 from .registry import resolve_backend
 from .support.console import log_to_console
+from .support.files import why_not_written
 from .support.lifetime import kill_children
 from .support.package import PACKAGE
 from .support.signals import end_when_told, ending_at_once
@@ -125,13 +126,14 @@ def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path)
     """Run all steps. Raises ConfigError or BackendUnavailable if they cannot run, OSError if the disk is full."""
     config = CheckpointEngineConfig.from_mapping({"backend": backend})
     resolve_backend(config).check_host(config)
-    checkpoint_files(model)
+    read_checkpoint(checkpoint_files(model))
     directories = {"model": model, "other": scratch / "other"}
     _write_other(model, directories["other"])
     prompts = list(_prompts(model))
     expected = {name: HuggingFace(directory, dtype) for name, directory in directories.items()}  # before vLLM is there
     dtype = expected["model"].dtype
 
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm
 
@@ -218,6 +220,9 @@ class HuggingFace:
             AutoModelForCausalLM,
             AutoModelForImageTextToText,
         )
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
         asked = "auto" if dtype == "auto" else getattr(torch, dtype)
         try:
@@ -377,12 +382,14 @@ def _main(options: argparse.Namespace) -> int:
     try:
         if options.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be 1 or more, not {options.tensor_parallel_size}")
+        for flag in ("json", "html", "junit"):
+            if (path := getattr(options, flag)) is not None and (why := why_not_written(path)):
+                raise ConfigError(f"--{flag} {path}: {why}")
         if options.server is not None:
             return _certify_server(options)
-        if options.route is not None:
-            raise ConfigError("--route is of a running server: name it with --server URL")
-        if options.faults:
-            raise ConfigError("--faults is of a running server: name it with --server URL")
+        for flag in ("route", "faults", "worker_pid", "html", "junit"):
+            if getattr(options, flag):
+                raise ConfigError(f"--{flag.replace('_', '-')} is of a running server: name it with --server URL")
         with scratch_directory() as scratch:
             certificate = certify(
                 options.model.expanduser().absolute(),
@@ -411,10 +418,12 @@ def _certify_server(options: argparse.Namespace) -> int:
         raise ConfigError(f"--timeout-seconds must be more than 0, not {options.timeout_seconds:g}")
     if options.deadline_seconds <= 0:
         raise ConfigError(f"--deadline-seconds must be more than 0, not {options.deadline_seconds:g}")
+    if options.tensor_parallel_size != 1 or options.backend != "naive":
+        raise ConfigError("--tensor-parallel-size and --backend are of an engine that certify starts, not of --server")
     if options.worker_pid is not None and not options.faults:
         raise ConfigError("--worker-pid is of --faults")
     model = options.model.expanduser().absolute()
-    checkpoint_files(model)
+    read_checkpoint(checkpoint_files(model))
     asked = Options(
         server=options.server,
         model=model,

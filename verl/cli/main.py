@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,8 +171,13 @@ def completion(shell: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a subcommand, and end the process with its exit code; 2 for a mistake on the command line."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if empty := [place for place, word in enumerate(words) if not word or re.fullmatch(r"--[\w-]+=", word)]:
+        after = " ".join([PROGRAM, *words[: empty[0]]])
+        click.echo(f"error: the argument after `{after}` is empty: is a variable of the shell not set?", err=True)
+        sys.exit(2)
     try:
-        code = cli.main(arguments, prog_name=PROGRAM, complete_var=COMPLETES, standalone_mode=False)
+        code = cli.main(words, prog_name=PROGRAM, complete_var=COMPLETES, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as exc:
         exc.show()
         sys.exit(exc.exit_code)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.doctor.finding import STATES, Finding, can_sync, worst
-from verl.doctor.host import host_findings
+from verl.doctor.host import Asked, host_findings
 from verl.doctor.miniature import miniature_here
 from verl.doctor.rates import rate_findings
 from verl.utils.config import ConfigError
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
     options = parser.parse_args(arguments)
     try:
-        config = _engine_config(options.overrides)
-        findings = _over(options.address, config) if options.address else _here(config)
+        config, asked = _of_job(options.overrides)
+        findings = _over(options.address, config) if options.address is not None else _here(config, asked)
     except ConfigError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 2
@@ -58,17 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_CODES[state]
 
 
-def _engine_config(overrides: Sequence[str]) -> CheckpointEngineConfig:
-    """That of a job with `overrides`; of its deadlines none is longer than a doctor's patience."""
+def _of_job(overrides: Sequence[str]) -> tuple[CheckpointEngineConfig, Asked]:
+    """What a job with `overrides` has; of its deadlines none is longer than a doctor's patience."""
     from verl.trainer.config.loader import load_config
 
-    config: CheckpointEngineConfig = load_config(overrides).checkpoint_engine
+    job = load_config(overrides)
+    counted = any(word.lstrip("+").startswith("trainer.n_gpus_per_node=") for word in overrides)
+    asked = Asked(device=job.trainer.device, ranks=job.trainer.n_gpus_per_node if counted else 1)
+    config: CheckpointEngineConfig = job.checkpoint_engine
     deadlines = replace(config.deadlines, **{name: min(value, 20.0) for name, value in vars(config.deadlines).items()})
-    return replace(config, deadlines=deadlines, retries=0)
+    return replace(config, deadlines=deadlines, retries=0), asked
 
 
-def _here(config: CheckpointEngineConfig) -> list[Finding]:
-    found = [*host_findings(config), *rate_findings()]
+def _here(config: CheckpointEngineConfig, asked: Asked) -> list[Finding]:
+    found = [*host_findings(config, asked), *rate_findings()]
     return [*found, asyncio.run(miniature_here(config))] if can_sync(found) else found
 
 

@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.links.rdma import get_rdma_devices, list_ib_devices
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
+from verl.checkpoint_engine.support.device import device_module, resolve_device
 from verl.doctor.finding import Finding
+from verl.utils.config import ConfigError
 from verl.utils.torch_companions import remedy, unloadable
 
 DISTRIBUTION = "verl-sync"
@@ -32,11 +35,24 @@ LEAST_PORTS = 5000
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
-def host_findings(config: CheckpointEngineConfig) -> list[Finding]:
-    """All checks of this host. None of them raises."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What keys of the job ask of a host with trainer ranks."""
+
+    device: str | None = None
+    """`trainer.device`; None: what is there."""
+    ranks: int = 1
+    """`trainer.n_gpus_per_node`, where it was given."""
+
+
+def host_findings(config: CheckpointEngineConfig, asked: Asked | None = None) -> list[Finding]:
+    """All checks of this host. None of them raises. `asked`: None of a host of a cluster, which may have rollouts only,
+    or the head alone."""
     host = socket.gethostname()
-    checks = (_python, _packages, _shared_memory, _memory, _files, _ports, _backend, _devices, _rdma, _network)
-    return [finding for check in checks for finding in check(host, config)]
+    before, after = (_python, _packages, _shared_memory, _memory, _files, _ports, _backend), (_rdma, _network)
+    found = [finding for check in before for finding in check(host, config)]
+    found += _devices(host, asked or Asked())
+    return [*found, *(finding for check in after for finding in check(host, config))]
 
 
 def _python(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
@@ -179,9 +195,19 @@ def _backend(host: str, config: CheckpointEngineConfig) -> Iterator[Finding]:
     yield Finding(check="backend", where=host, state="ok", found=f"{config.backend} can be used")
 
 
-def _devices(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
+def _devices(host: str, asked: Asked) -> Iterator[Finding]:
     import torch
 
+    try:
+        device = resolve_device(asked.device)
+    except ConfigError as exc:
+        yield _wrong("devices", host, f"trainer.device={asked.device}: {exc}", "as it says, or choose another device")
+        return
+    count = device_module(device).device_count() if device != "cpu" else asked.ranks
+    if count < asked.ranks:
+        found = f"{count} {device} devices, and trainer.n_gpus_per_node={asked.ranks}"
+        yield _wrong("devices", host, found, f"trainer.n_gpus_per_node={count}, or trainer.device=cpu")
+        return
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     found = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     missing = bool(list(Path("/dev").glob("nvidia[0-9]*"))) and not names

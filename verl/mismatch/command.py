@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NoReturn
 from verl import envs
 from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError
 from verl.checkpoint_engine.support.console import log_to_console
+from verl.checkpoint_engine.support.files import why_not_written
 from verl.checkpoint_engine.support.lifetime import kill_children
 from verl.checkpoint_engine.support.signals import end_when_told, ending_at_once
 from verl.utils.config import ConfigError
@@ -267,8 +268,8 @@ def _settings(options: argparse.Namespace) -> Settings:
     if options.exact and options.tensor_parallel_size > 1:
         raise ConfigError("--exact is for an engine of one rank, as rollout.exact=true is")
     for flag, path in (("--json", options.json), ("--html", options.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no directory {path.absolute().parent}")
+        if path is not None and (why := why_not_written(path)):
+            raise ConfigError(f"{flag} {path}: {why}")
     if options.run is not None and options.step is not None and options.model is None and options.data is None:
         return _of_run(options)
     if options.model is None or options.run is not None or options.step is not None:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging as transformers_logging
 
 from verl.mismatch.places import ATTENTION, LOGITS, entered, modules_of, states_in, states_out, tokens_first
 from verl.utils.config import ConfigError
@@ -26,6 +27,7 @@ from verl.utils.model import EXACT
 from verl.workers.hf import packing  # noqa: F401 - registers the attention of exact mode
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.exact import agree
+from verl.workers.hf.fit import require_whole_model
 
 PROBE = "verl_mismatch"
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
@@ -48,6 +50,8 @@ def _loaded(directory: Path, dtype: str, exact: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory)
         _require_text(config, directory)
+        require_whole_model(directory, "--model", lambda: config, remote=False)
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         chosen = EXACT if exact else attention_implementation(config) or "sdpa"
         _register(chosen)
         return auto.from_pretrained(

@@ -113,6 +113,8 @@ def _request(options: argparse.Namespace) -> Request:
         changed=options.delta,
     )
     backends = (options.backend,) if options.backend != "auto" else _backends_of(job, options.device)
+    if options.backend == "nccl" and options.device != "cuda":
+        raise ConfigError(f"--backend nccl needs CUDA devices: not --device {options.device}")
     if "naive" in backends and not job.colocated:
         raise ConfigError("--backend naive needs rollouts on the trainers' hosts: leave --rollouts out")
     return Request(

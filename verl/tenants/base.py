@@ -21,6 +21,9 @@ from torch import nn
 
 from verl.checkpoint_engine.errors import BackendUnavailable
 from verl.utils.config import ConfigError
+from verl.utils.model import read_hf_config, resolve_model_path
+from verl.utils.model_files import require_embeddings
+from verl.workers.hf.fit import require_whole_model
 
 ATTENTION, MLP = re.compile(r"(^|\.)\w*att(n|ention)\w*\."), re.compile(r"(^|\.)\w*(mlp|feed_forward|ffn)\w*\.")
 PREFIX = "base_model.model."
@@ -41,6 +44,14 @@ class Shape:
         return asdict(self)
 
 
+def whole_model(path: Path) -> Path:
+    """The directory, resolved, of a model whose files are complete, with its tokenizer. Raises ConfigError."""
+    key = "--model"
+    directory = resolve_model_path(path, key=key).resolve()
+    require_whole_model(directory, key, lambda: read_hf_config(directory, trust_remote_code=False), remote=False)
+    return directory
+
+
 class Base:
     """A causal language model of a directory, on the processor."""
 
@@ -59,6 +70,7 @@ class Base:
             self.tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError, KeyError) as exc:
             raise ConfigError(f"--model {directory}: {' '.join(str(exc).split())}") from exc
+        require_embeddings(self.tokenizer, self.model.config, f"--model {directory}")
         self.model.train(False).requires_grad_(False)
         ends: Any = self.model.generation_config.eos_token_id
         self.ends: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

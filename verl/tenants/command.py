@@ -96,7 +96,7 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
     import torch
     from aiohttp import web
 
-    from verl.tenants.base import Base
+    from verl.tenants.base import Base, whole_model
     from verl.tenants.checkpoints import Checkpoints
     from verl.tenants.http import application
     from verl.tenants.names import Names
@@ -104,15 +104,16 @@ async def _serve(options: argparse.Namespace, keys: dict[str, str] | None) -> in
     from verl.tenants.service import Service, served_names
     from verl.tenants.worker import Worker
 
-    if not (options.model / "config.json").is_file():
-        raise ConfigError(f"--model {options.model} is no directory of a Hugging Face model: it has no config.json")
+    directory = whole_model(options.model)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ConfigError(f"--output {options.output}: {exc}") from exc
-    base = Base(options.model.resolve(), getattr(torch, options.dtype))
+    base = Base(directory, getattr(torch, options.dtype))
     if options.max_context is not None:
-        base.context = min(base.context, options.max_context)
+        if options.max_context > base.context:
+            raise ConfigError(f"--max-context {options.max_context}: the model takes {base.context} tokens")
+        base.context = options.max_context
     names = served_names(options.model, options.name)
     checkpoints = Checkpoints(options.output, options.name or str(options.model.resolve()), most=options.max_versions)
     worker = Worker(most_beside=options.max_samples)

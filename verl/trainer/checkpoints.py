@@ -80,10 +80,16 @@ class CheckpointDirectory:
         return path.resolve().parent == self.root.resolve()
 
     def would_resume_from(self) -> Path | None:
-        """The checkpoint that `find` returns if it is whole. Reads no checkpoint, and changes nothing on disk."""
+        """The checkpoint that `find` returns if it is whole. Reads no checkpoint, and changes nothing on disk.
+
+        Raises ConfigError if `resume_from_path` is none.
+        """
         pointer, mode = self.root / LATEST, self._config.resume_mode
         if mode == "resume_path":
-            return Path(str(self._config.resume_from_path)).absolute()
+            path = Path(str(self._config.resume_from_path)).absolute()
+            if not any((each / RECORD).is_file() for each in (path, _replaced(path))):
+                raise ConfigError(f"trainer.resume_from_path={path} is not a checkpoint: it has no {RECORD}")
+            return path
         return self.root / self._pointed_to(pointer) if mode != "disable" and pointer.is_file() else None
 
     def find(self) -> Path | None:

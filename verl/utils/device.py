@@ -28,6 +28,7 @@ __all__ = [
     "get_nccl_backend",
     "get_torch_device",
     "local_device",
+    "missing",
     "resolve_device",
     "rng_state",
     "seed_everything",

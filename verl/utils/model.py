@@ -103,8 +103,10 @@ def load_tokenizer(model: ModelSettings) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as exc:
-        raise ConfigError(f"the tokenizer in {directory} cannot be loaded: {exc}") from exc
+    except Exception as exc:  # it reads the model's config, too, whose class may raise anything
+        if (directory / "config.json").is_file():
+            read_hf_config(directory, trust_remote_code=model.trust_remote_code)
+        raise ConfigError(f"the tokenizer in {directory} cannot be loaded: {' '.join(str(exc).split())}") from exc
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token: a response could not end")
     if tokenizer.pad_token_id is None:

@@ -17,6 +17,7 @@ from verl.experimental.fully_async_policy import fully_async_main
 from verl.experimental.one_step_off_policy import main_ppo as one_step_off
 from verl.trainer.config.cli import run_hydra
 from verl.trainer.main_ppo import check_ppo
+from verl.utils.device import missing
 
 MODES = {
     "hybrid": {"check": check_ppo},
@@ -496,7 +497,7 @@ LAUNCHES = (
         "fully async with nccl, without a device here",
         "fully_async",
         f"{ASYNC} trainer.device=cuda {R}.checkpoint_engine.backend=nccl",
-        said="on cuda",
+        said="not here: trainer.device=cuda: " if missing("cuda") else "on cuda",
     ),
     Launch("another rollout engine", "hybrid", f"{GRPO} {R}.name=trtllm", refused="rollout.name='trtllm'"),
     Launch("another training engine", "hybrid", f"{GRPO} model_engine=veomni", refused="fsdp, fsdp2 and megatron"),

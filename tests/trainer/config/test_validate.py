@@ -136,6 +136,7 @@ def test_the_defaults_fit_together():
             ["trainer.min_ranks=3 allows no fewer ranks", "fsdp_size=2 does not divide 3 trainer ranks"],
         ),
         (["custom_reward_function.path=/no/reward.py"], ["custom_reward_function.path=/no/reward.py: no such file"]),
+        (["trainer.default_local_dir="], ["trainer.default_local_dir='' is no directory"]),
         (["actor_rollout_ref.model.external_lib=no_such_module"], ["external_lib=no_such_module cannot be imported"]),
         (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "grpo"]),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanila"], ["'vanila'", "vanilla"]),

@@ -27,7 +27,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             what = "has no *.safetensors files" if directory.is_dir() else "is not a directory"
-            raise ConfigError(f"--checkpoint-path {directory} {what}")
+            raise ConfigError(f"{directory} {what}")
         return files
     try:
         weight_map = msgspec.json.decode(read_regular(index), type=dict[str, object])["weight_map"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..support import envs
+from ..support.files import why_not_written
 from ..support.package import PACKAGE
 from .endpoints import PAUSE_MODES, Endpoint
 
@@ -91,6 +92,11 @@ def _check(options: Options) -> None:
         raise ConfigError(
             "--save-metas-file needs weights held by this job; with --load-metas-file another job holds them"
         )
+    if options.save_metas_file is None and options.hold_s is not None:
+        raise ConfigError("--hold-seconds is how long a job with --save-metas-file stays: give both")
+    written = options.save_metas_file if options.rank == 0 else None
+    if written is not None and (why := why_not_written(written)):
+        raise ConfigError(f"metas cannot be written to {written}: {why}")
     if options.load_metas_file is not None and options.methods != ("p2p",):
         raise ConfigError("with --load-metas-file the weights are another job's: --update-method must be p2p")
     if options.parallel_size < 1:

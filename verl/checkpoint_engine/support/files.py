@@ -27,6 +27,23 @@ def sync_to_disk(directory: Path) -> None:
                 os.close(handle)
 
 
+def why_not_written(path: Path) -> str | None:
+    """Why the file `path`, which a program writes at its end, could not be written, so that it is told before the
+    work; None if it could. Leaves what is there as it is."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return None  # a device or a pipe
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink(missing_ok=True)
+    except OSError as exc:
+        where = path.absolute().parent
+        return f"there is no directory {where}" if not where.is_dir() else str(exc.strerror)
+    return None
+
+
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open `path`, which another user may have made: not through a link, and without blocking on a FIFO.
 

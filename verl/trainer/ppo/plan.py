@@ -35,7 +35,7 @@ from verl.trainer.ppo.settled import scheduled, settled, total_steps
 from verl.trainer.ppo.surroundings import taken_ports, unwritable
 from verl.utils import builtin
 from verl.utils.config import ConfigError
-from verl.utils.device import resolve_device
+from verl.utils.device import missing, resolve_device
 from verl.utils.language_model import SEEING
 from verl.utils.model import MODEL_KEY, load_hf_config, load_tokenizer, resolve_model_path
 from verl.utils.model_files import require_embeddings
@@ -63,6 +63,8 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer], *, pictures: boo
     adapted = attempt(lambda: trainer_class.adapted(config))
     config = settled(adapted or config)
     device = resolve_device(config.trainer.device)
+    if absent := missing(device):
+        attempt.lacks(f"trainer.device={device}: {absent}")
     attempt(lambda: reward_function(config), stands_in=builtin.is_builtin(config.reward_model.model.path or ""))
     attempt(lambda: require_sight(config, stood_in_for=pictures))
     if pictures:

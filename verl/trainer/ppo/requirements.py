@@ -38,7 +38,7 @@ from verl.workers.engine.checkpoint_files import METADATA_FILE
 from verl.workers.engine.registry import check_engine
 from verl.workers.engine.training_state import shapes_in
 from verl.workers.hf.checkpoint import HFCheckpoint
-from verl.workers.hf.fit import differences, require_fit
+from verl.workers.hf.fit import differences, require_whole_model
 from verl.workers.hf.precision import names_kept_wide
 from verl.workers.hf.regimes import why_engine_differs
 
@@ -54,9 +54,7 @@ def require_model(model: HFModelConfig, directory: Path) -> None:
     if model.tokenizer_path is not None and Path(model.tokenizer_path).expanduser().is_dir():
         require_whole_files(Path(model.tokenizer_path).expanduser(), f"{MODEL_KEY}.tokenizer_path")
     key = f"{MODEL_KEY}.path"
-    require_whole_files(directory, key)
-    tensors = weight_tensors(directory, key)
-    require_fit(load_hf_config(model), tensors, key, remote=model.trust_remote_code)
+    require_whole_model(directory, key, lambda: load_hf_config(model), remote=model.trust_remote_code)
 
 
 def require_model_of_run(config: PPOConfig, resume_from: Path) -> None:

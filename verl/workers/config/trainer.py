@@ -157,6 +157,8 @@ class TrainerConfig:
         for key in ("project_name", "experiment_name"):
             if {"", ".", ".."} & set((name := getattr(self, key)).split("/")):
                 raise ConfigError(f"trainer.{key}={name!r} is a part of the output directory: give it a name")
+        if self.default_local_dir == "":
+            raise ConfigError("trainer.default_local_dir='' is no directory: name one, or leave it null")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
         if self.resume_from_path and self.resume_mode != "resume_path":

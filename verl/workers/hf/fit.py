@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.compat.transformers import ignored_patterns
 from verl.utils.config import ConfigError
 from verl.utils.language_model import auto_class
-from verl.utils.model_files import Tensors
+from verl.utils.model_files import Tensors, require_whole_files, weight_tensors
 from verl.utils.trainable import require_trainable
 from verl.workers.hf.conversion import Conversion, conversion_of
 
@@ -20,6 +21,15 @@ SHOWN = 3
 _OF_VALUES = re.compile(r"^(score|classifier)\.")
 """Names of layers in the place of the head."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def require_whole_model(directory: Path, key: str, config: Callable[[], PretrainedConfig], *, remote: bool) -> None:
+    """Raises ConfigError, naming `key`, unless the files in `directory` are complete, and have the weights of the model
+    whose configuration `config` reads. transformers alone would draw at random what they lack. `remote`: as for
+    `require_fit`."""
+    require_whole_files(directory, key)
+    tensors = weight_tensors(directory, key)
+    require_fit(config(), tensors, key, remote=remote)
 
 
 def require_fit(config: PretrainedConfig, tensors: Tensors, key: str, *, remote: bool, needs_head: bool = True) -> None:

@@ -105,6 +105,7 @@ def test_what_a_run_measures_of_its_machine_is_not_compared(whole: Path, other: 
         ("agent_loop/generate_s/mean", True),
         ("agent_loop/tool_calls/mean", False),
         ("agent_loop/retries", True),
+        ("agent_loop/taken_over_tokens", True),
         ("training/attempt", True),
         ("training/global_step", False),
         ("val-core/a_s/acc/mean@1", False),

@@ -13,7 +13,7 @@ _METRICS = re.compile(
     | perf/(?!total_num_tokens).*
     | trainer/(own_s|slowness|slowest_rank)/.*
     | agent_loop/\w+_s(/(min|mean|max))?                                            # counts are compared
-    | agent_loop/(retries|continuations)
+    | agent_loop/(retries|continuations|taken_over_tokens)
     | rollout/(restarts|prefill_again_tokens|kept_\w+)                              # after deaths and syncs
     | training/attempt
     | fully_async/.*

@@ -2,6 +2,8 @@ import asyncio
 import os
 import signal
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -262,6 +264,56 @@ def test_after_a_worker_died_the_batch_takes_what_the_others_finished_and_were_a
         assert (len(data), before) == (3, ["dies", "dies", "first", "last"])
         manager.generate_sequences(batch)  # of a batch that was generated nothing is taken
         assert len(list(tmp_path.glob("first * began"))) == 2
+
+
+def test_after_its_server_died_a_batch_takes_what_it_had_and_goes_on_after_the_last_token(
+    tokenizer_path, tokenizer, start_server
+):
+    told = replace(said([7, 8, 9], "died", version=1), log_probs=[-1.0, -2.0, -3.0])
+    first, second = start_server(said([5], version=1), told), start_server(said([10], version=2))
+    batch = prompts("a", "b", uid=["one", "two"])
+    config = load_config([f"{AGENT}.num_workers=1", f"{AGENT}.max_concurrency=1", "data.max_response_length=4"])
+    with AgentLoopManager(config, [first], tokenizer_path) as manager:
+        background = ThreadPoolExecutor(1)
+        failing = background.submit(manager.generate_sequences, batch)
+        assert soon(lambda: any(3 in known.values() for known in seen(first)["asked"]))  # so it has been told
+        ray.kill(first)
+        with pytest.raises(AgentLoopError, match="none of 1 rollout servers"):
+            failing.result()
+        manager.set_servers([second])
+        data = manager.generate_sequences(batch)
+        ((prompt, sampling, _),) = seen(second)["calls"]
+        assert (prompt[-3:], sampling.max_tokens) == ([7, 8, 9], 1)
+        assert data.batch["responses"].tolist() == [[5, *[tokenizer.pad_token_id] * 3], [7, 8, 9, 10]]
+        assert data.batch["rollout_log_probs"][1].tolist() == [-1.0, -2.0, -3.0, -0.5]
+        assert data.batch["rollout_versions"][1].tolist() == [1, 1, 1, 2]
+        assert data.meta_info["timing"]["agent_loop/taken_over_tokens"] == 4
+        manager.generate_sequences(batch)  # of a batch that was generated nothing is taken
+        assert len(seen(second)["calls"]) == 3
+
+
+def test_of_a_validation_that_failed_nothing_is_taken_as_the_next_one_may_have_other_weights(
+    tokenizer_path, start_server
+):
+    first, second = start_server(said([5]), "die"), start_server(said([10]))
+    batch = prompts("a", "b", uid=["0", "1"], validate=True)
+    with AgentLoopManager(load_config([f"{AGENT}.max_concurrency=1"]), [first], tokenizer_path) as manager:
+        with pytest.raises(AgentLoopError, match="none of 1 rollout servers"):
+            manager.generate_sequences(batch)
+        manager.set_servers([second])
+        assert manager.generate_sequences(batch).batch["responses"][:, 0].tolist() == [10, 10]
+
+
+def test_a_sample_with_a_seed_begins_again_after_its_server_died(tokenizer_path, start_server):
+    first, second = start_server(said([5]), said([6], "aborted"), "die"), start_server(said([10]))
+    batch = prompts("a", "b", uid=["one", "two"])
+    seeded = ["trainer.full_determinism=true", "data.max_response_length=4", f"{AGENT}.max_concurrency=1"]
+    with AgentLoopManager(load_config([f"{AGENT}.num_workers=1", *seeded]), [first], tokenizer_path) as manager:
+        with pytest.raises(AgentLoopError, match="none of 1 rollout servers"):
+            manager.generate_sequences(batch)
+        manager.set_servers([second])
+        manager.generate_sequences(batch)
+        assert [sampling.max_tokens for _, sampling, _ in seen(second)["calls"]] == [4, 4]
 
 
 def end(worker):

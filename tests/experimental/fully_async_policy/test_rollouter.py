@@ -217,7 +217,7 @@ async def test_no_more_prompts_are_in_flight_than_the_replicas_may_have():
         await until(lambda: job.has_started(PROMPTS))
 
 
-async def test_a_sample_that_fails_ends_the_run_with_its_own_error_and_is_generated_again_in_the_next():
+async def test_a_sample_that_fails_ends_the_run_with_its_own_error_and_it_alone_is_generated_again_in_the_next():
     job = Job(staleness_threshold=3)
     job.loops.failing = {5}
     with pytest.raises(ValueError, match="prompt 5 failed"):
@@ -230,6 +230,7 @@ async def test_a_sample_that_fails_ends_the_run_with_its_own_error_and_is_genera
             trained += await job.step()
             await job.rollouter.synced()
     assert sorted(trained) == list(range(PROMPTS))
+    assert sorted(job.loops.started) == sorted([*range(PROMPTS), 5])
 
 
 async def test_a_rollouter_that_is_restored_generates_what_was_in_flight_and_then_what_comes_next():

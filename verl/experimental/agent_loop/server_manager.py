@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from verl.experimental.agent_loop.attempts import Attempt, Call, asked
 from verl.experimental.agent_loop.unfinished import TOLD_EVERY_S, Listener, Partial
 from verl.utils.pictures import Picture
 from verl.utils.seeds import derived
@@ -27,6 +28,7 @@ COUNTS = {
     "retries": "agent_loop/retries",
     "continuations": "agent_loop/continuations",
     "computed_again": "rollout/prefill_again_tokens",
+    "taken_over": "agent_loop/taken_over_tokens",
 }
 """Counts of a `Sample`, and their metrics."""
 
@@ -43,6 +45,8 @@ class Sample:
     """Calls made to continue an aborted response."""
     computed_again: int = 0
     """Tokens whose keys and values engines computed a second time, as far as they say."""
+    taken_over: int = 0
+    """Tokens of servers that died, and of attempts that failed, which are not sampled again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,9 +114,11 @@ class ServerManager:
         image_data: Sequence[Picture] | None = None,
         video_data: None = None,
         sample: Sample | None = None,
+        so_far: Partial | None = None,
     ) -> TokenOutput:
         """One response of at most `sampling_params["max_tokens"]` tokens. `image_data` are pictures of the prompt,
-        which includes their tokens; `video_data` is not supported. Counts in `sample`.
+        which includes their tokens; `video_data` is not supported. Counts in `sample`. Goes on with `so_far`, which has
+        what is known of the response when this raises.
 
         Continues an aborted response from its tokens so far, with the rest of the budget, on the current weights;
         log-probs and versions stay with their tokens. With `continue_aborted=False` returns it as `aborted`. Raises
@@ -125,28 +131,30 @@ class ServerManager:
             raise ValueError(f"generate: image_data is the `multi_modal_data` of the sample, not {strangers[0]}")
         sampling = SamplingOptions.of(sampling_params)
         sample = sample or Sample()
-        so_far = Partial(sampling.max_tokens)
+        so_far = so_far or Partial(sampling.max_tokens)
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
                 wait_s = FIRST_WAIT_S
-                while True:
+                while so_far.room:
                     budget = replace(sampling, max_tokens=so_far.room, seed=so_far.seed(sampling.seed))
                     tokens = [*prompt_ids, *so_far.token_ids]
-                    output = await self._on_some_server(request_id, sample, tokens, budget, pictures)
+                    output = await self._on_some_server(request_id, sample, tokens, budget, pictures, so_far)
                     so_far.add(output)
                     if output.stop_reason not in ("aborted", "died"):
                         return so_far.output(output.stop_reason)
-                    if not so_far.room:
-                        return so_far.output("length")
                     if output.stop_reason == "died":
+                        sample.taken_over += len(output.token_ids)
                         continue
+                    if not so_far.room:
+                        break
                     if not self._continue_aborted:
                         return so_far.output("aborted")
                     sample.continuations += 1
                     if not output.token_ids:
                         await asyncio.sleep(wait_s)
                         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                return so_far.output("length")
         except TimeoutError as exc:
             if not deadline.expired():  # somebody else's
                 raise
@@ -165,8 +173,10 @@ class ServerManager:
         token_ids: list[int],
         sampling: SamplingOptions,
         pictures: Sequence[Picture],
+        so_far: Partial,
     ) -> TokenOutput:
-        """Try the servers in turn until one can answer, or has died and told of some tokens."""
+        """Try the servers in turn until one can answer, or has died and told of some tokens. If this is cancelled,
+        `so_far` has what was told."""
         failures: dict[str, Exception] = {}
         while True:
             conversation = self._choose(request_id, sample.group, failures)
@@ -189,6 +199,10 @@ class ServerManager:
                     failures[server.name] = exc
                     sample.retries += 1
                     output = told.output() if told is not None else None
+                except asyncio.CancelledError:
+                    if told is not None and (output := told.output()) is not None:
+                        so_far.add(output)
+                    raise
                 else:
                     if output.stop_reason == "died":
                         server.dead = True
@@ -262,13 +276,22 @@ def _first_line(exc: Exception) -> str:
 class Recording:
     """A `ServerManager` for one sample, of `group`, that records its outputs and counts."""
 
-    def __init__(self, servers: ServerManager, group: str | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        servers: ServerManager,
+        group: str | None = None,
+        seed: int | None = None,
+        before: Sequence[Call] = (),
+    ) -> None:
         """With `seed` every call has a seed of its own, from it and the number of calls before; else the engine draws.
-        A loop's own seed takes its place."""
+        A loop's own seed takes its place. `before`: the calls of an attempt that failed."""
         self._servers = servers
         self.sample = Sample(group)
         self._seed = seed
+        self.may_be_repeated = group is not None and seed is None
+        """Whether an attempt after this one can take what it has."""
         self._calls = itertools.count()
+        self.attempt = Attempt(list(before))
         self.generated: list[TokenOutput] = []
 
     async def generate(
@@ -283,7 +306,19 @@ class Recording:
         if self._seed is not None:
             given = self._seed if sampling.seed is None else sampling.seed
             sampling = replace(sampling, seed=derived(given, call))
-        output = await self._servers.generate(request_id, prompt_ids, sampling, sample=self.sample, **seen)
+        request = asked(prompt_ids, sampling, seen.get("image_data"))
+        known = self.attempt.begin(request, sampling.max_tokens) if sampling.seed is None else None
+        if known is not None:
+            self.sample.taken_over += known.num_tokens
+            if known.output is not None:
+                self.generated.append(known.output)
+                return known.output
+        so_far = known.so_far if known is not None else None
+        output = await self._servers.generate(
+            request_id, prompt_ids, sampling, sample=self.sample, so_far=so_far, **seen
+        )
+        if known is not None:
+            known.output = output
         self.generated.append(output)
         return output
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
+from verl.experimental.agent_loop.attempts import Attempts
 from verl.experimental.agent_loop.batching import to_batch
 from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.experimental.agent_loop.registry import LoopEntry, constructor_arguments, loop_factory
-from verl.experimental.agent_loop.server_manager import COUNTS, Recording, Sample, ServerManager
+from verl.experimental.agent_loop.server_manager import COUNTS, Recording, ServerManager
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
@@ -78,6 +79,7 @@ class AgentLoopWorker:
         self._limit = asyncio.Semaphore(config.actor_rollout_ref.rollout.agent.max_concurrency)
         self._servers = self._connect(servers)
         self._running: list[_Running] = []
+        self._attempts = Attempts()
 
     async def ready(self) -> None:
         """Return once the constructor has returned."""
@@ -98,6 +100,8 @@ class AgentLoopWorker:
 
         `first_index` is the first sample's index in the whole batch. Returns a batch of `to_batch`, in the order of
         `samples`; `meta_info["metrics"]` has one value per sample, and sums for COUNTS.
+
+        If a batch fails, a further call with samples of it, by uid, takes what they have: see `Attempts`.
         """
         validate = samples.meta_info["validate"]
         rollout = self._config.actor_rollout_ref.rollout
@@ -106,24 +110,34 @@ class AgentLoopWorker:
         if samples.meta_info.get("greedy"):
             sampling = replace(sampling, temperature=0.0)
         running = _Running(validate, len(samples))
-        asked: list[Sample] = []
-
         step = samples.meta_info.get("global_steps", 0)
 
-        async def run(row: dict[str, Any], index: int) -> AgentLoopOutput:
-            servers = Recording(self._servers, row.get("uid"), self._seed(step, row, index))
-            asked.append(servers.sample)
-            return running.finish(await self._run_one(row, sampling, index, servers))
+        async def run(
+            row: dict[str, Any], index: int, servers: Recording, done: AgentLoopOutput | None
+        ) -> AgentLoopOutput:
+            return running.finish(done or await self._run_one(row, sampling, index, servers))
 
-        tasks = [asyncio.create_task(run(row, first_index + index)) for index, row in enumerate(_rows(samples))]
+        begun: dict[asyncio.Task[AgentLoopOutput], tuple[Hashable, Recording]] = {}
+        for index, row in enumerate(_rows(samples), first_index):
+            name: Hashable = (row.get("uid"), index, step, sampling)
+            left = self._attempts.take(name)
+            done, calls = (left, ()) if isinstance(left, AgentLoopOutput) else (None, left)
+            servers = Recording(self._servers, row.get("uid"), self._seed(step, row, index), calls)
+            servers.sample.taken_over = sum(done.response_mask) if done else 0
+            begun[asyncio.create_task(run(row, index, servers, done))] = name, servers
         self._running.append(running)
         try:
-            outputs = await asyncio.gather(*tasks)
+            outputs = await asyncio.gather(*begun)
+        except BaseException:
+            await _ended(begun)
+            for task, (name, servers) in begun.items():
+                if servers.may_be_repeated and not validate:  # of validation uids come again, with other weights
+                    failed = task.cancelled() or task.exception() is not None
+                    self._attempts.leave(name, servers.attempt.calls if failed else task.result())
+            raise
         finally:
             self._running.remove(running)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _ended(begun)
         batch = to_batch(
             outputs,
             prompt_length=self._config.data.max_prompt_length,
@@ -137,7 +151,7 @@ class AgentLoopWorker:
             batch.union(DataProto.from_dict(non_tensors={SEEN: seen, MULTI_MODAL_DATA: pictures}))
         batch.meta_info["metrics"] = {
             **_per_sample([output.numbers for output in outputs]),
-            **{name: sum(getattr(sample, name) for sample in asked) for name in COUNTS},
+            **{name: sum(getattr(servers.sample, name) for _, servers in begun.values()) for name in COUNTS},
         }
         return batch
 
@@ -192,6 +206,12 @@ class AgentLoopWorker:
             continue_aborted=rollout.agent.partial_rollout,
             first_server=self._rank,
         )
+
+
+async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _is_of_the_user(error: Exception, loop: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,7 +53,9 @@ class Rollouter:
             dataset, config.data, batch_size=1, shuffle=config.data.shuffle, source=source
         )
         self._rows = self._epochs()
-        self._workers: Iterator[Any] = iter(())
+        self._workers: Sequence[Any] = ()
+        self._asked: dict[tuple[int, bool], asyncio.Future[DataProto]] = {}
+        """What they have been asked for, by prompt, and whether greedily; it goes on when another prompt fails."""
         self._queue = queue
         self._total_prompts = total_prompts
         self._max_in_flight = max_in_flight
@@ -128,9 +129,9 @@ class Rollouter:
         """Have `workers`, the agent loops' actors, generate every prompt of the run, and queue the samples.
 
         If the trainer may have prompts replaced, the last one is unknown: runs until the actor ends. Raises the first
-        failure of a sample; a further call starts with the prompts in flight then.
+        failure of a sample; a further call goes on with the prompts in flight then.
         """
-        self._workers = itertools.cycle(workers)
+        self._workers = workers
         async with self._handing_over:
             unfinished = list(self._in_flight.values())
         self._running = True
@@ -241,14 +242,23 @@ class Rollouter:
 
     async def _ask(self, index: int, rows: DataProto, **how: bool) -> DataProto:
         samples = DataProto(None, rows.non_tensor_batch, {"validate": False} | how)
-        first = index * self._config.actor_rollout_ref.rollout.n
-        generated = await next(self._workers).generate_sequences.remote(samples, first)
-        return joined(rows, generated)  # not into `rows` themselves, which may have to be generated again
+        first, key = index * self._config.actor_rollout_ref.rollout.n, (index, bool(how))
+        answer = self._asked.get(key)
+        if answer is not None:
+            await asyncio.wait([answer])
+        if answer is None or answer.cancelled() or answer.exception() is not None:
+            worker = self._workers[index % len(self._workers)]  # each time the same: it has what an attempt left
+            answer = self._asked[key] = asyncio.ensure_future(worker.generate_sequences.remote(samples, first))
+            answer.add_done_callback(_look_at)
+            await asyncio.wait([answer])
+        return joined(rows, answer.result())  # not into `rows` themselves, which may have to be generated again
 
     async def _hand_over(self, sample: Sample) -> None:
         async with self._handing_over:
             await self._queue.put.remote(sample, self._number)
             self._handed_over[sample.index] = self._in_flight.pop(sample.index)
+            for greedily in (False, True):
+                self._asked.pop((sample.index, greedily), None)
         async with self._changed:
             self._changed.notify_all()
 
@@ -261,3 +271,9 @@ class Rollouter:
     def _epochs(self) -> Iterator[dict[str, Any]]:
         while True:
             yield from self._dataloader
+
+
+def _look_at(answer: asyncio.Future[DataProto]) -> None:
+    """asyncio would log a failure that nobody has looked at: the run had failed of another one already."""
+    if not answer.cancelled():
+        answer.exception()

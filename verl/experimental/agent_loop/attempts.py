@@ -1,0 +1,75 @@
+"""What an attempt at a sample leaves for the next one on the same worker, when its batch has failed.
+
+A loop that is run again makes its calls again. One that is equal to a call of the attempt before has that one's answer,
+or goes on with it, on whatever engines there are now. With seeds nothing is left: the same answers come again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from verl.experimental.agent_loop.output import AgentLoopOutput
+from verl.experimental.agent_loop.unfinished import Partial
+from verl.utils.pictures import Picture
+from verl.workers.rollout.records import SamplingOptions, TokenOutput
+
+MOST = 4096
+"""Samples of which something is left."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One request for an answer of the policy."""
+
+    asked: Hashable
+    so_far: Partial
+    output: TokenOutput | None = None
+    """Once it is complete."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.so_far.token_ids if self.output is None else self.output.token_ids)
+
+
+def asked(prompt_ids: Sequence[int], sampling: SamplingOptions, pictures: Sequence[Picture] | None) -> Hashable:
+    """Equal for equal requests. Of a long conversation it is small."""
+    return xxhash.xxh3_128_digest(array("q", prompt_ids).tobytes()), sampling, tuple(pictures or ())
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The calls of a loop, which may begin with some of an attempt before."""
+
+    before: list[Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def begin(self, request: Hashable, max_tokens: int) -> Call:
+        """The call of the attempt before, once, or a new one."""
+        found = next((call for call in self.before if call.asked == request), None)
+        if found is None:
+            found = Call(request, Partial(max_tokens))
+        else:
+            self.before.remove(found)
+        self.calls.append(found)
+        return found
+
+
+class Attempts:
+    """Of the samples whose batches have failed."""
+
+    def __init__(self) -> None:
+        self._left: OrderedDict[Hashable, AgentLoopOutput | list[Call]] = OrderedDict()
+
+    def leave(self, sample: Hashable, left: AgentLoopOutput | list[Call]) -> None:
+        """`left`: what its loop returned, or its calls."""
+        self._left[sample] = left
+        while len(self._left) > MOST:
+            self._left.popitem(last=False)
+
+    def take(self, sample: Hashable) -> AgentLoopOutput | list[Call]:
+        return self._left.pop(sample, [])

@@ -15,6 +15,8 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parent / ".venv/sglang"
 """Where `make sglang` puts it: beside the environment, whose packages it would want in other versions."""
 STAND_INS = HERE / "sglang_stand_ins"
+PROGRAM = {"PYTHONPATH": os.pathsep.join(map(str, (STAND_INS, PACKAGE, HERE.parent)))}
+"""Environment variables of a program that finds both."""
 NEEDS_SGLANG = pytest.mark.skipif(not (PACKAGE / "sglang").exists(), reason="SGLang is not there: make sglang")
 
 

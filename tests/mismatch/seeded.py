@@ -1,4 +1,4 @@
-"""Faults that a test puts into a real vLLM worker, and takes out again."""
+"""Faults that a test puts into a real engine, and takes out again."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from verl.mismatch.places import decoder_layers
-from verl.mismatch.worker import Probe
 
 
-class Faulty(Probe):
-    """The extension of the worker. `inject` returns False if the model has no such part."""
+class Faults:
+    """Those that vLLM's and SGLang's modules share. `inject` returns False if the model has no such part."""
 
     def inject(self, fault: str) -> bool:
         self._undone = []
-        self._model = self.model_runner.get_model()
+        self._model = self._engine_model()
         path, self._layers = decoder_layers(self._model)
         self._root = self._model.get_submodule(path.rpartition(".")[0])
         try:
@@ -82,7 +81,7 @@ class Faulty(Probe):
         self._set(norm, "variance_epsilon", float(states.float().pow(2).mean()) * scale * 0.2)
 
     def _embeddings(self):
-        files = sorted(Path(self.vllm_config.model_config.model).glob("*.safetensors"))
+        files = sorted(Path(self._directory()).glob("*.safetensors"))
         return next(
             tensor for file in files for name, tensor in load_file(file).items() if name.endswith("embed_tokens.weight")
         )
@@ -118,35 +117,6 @@ class Faulty(Probe):
 
         self._before(self._layers[0].self_attn.rotary_emb, change)
 
-    def _positions(self):
-        def change(arguments, options):
-            return arguments, options | {"positions": options["positions"] + 1}
-
-        self._before(self._model, change)
-
-    def _tokens(self):
-        def change(arguments, options):
-            ids = options["input_ids"].clone()
-            ids[-1] = (ids[-1] + 1) % 50
-            return arguments, options | {"input_ids": ids}
-
-        self._before(self._model, change)
-
-    def _attention_scale(self):
-        implementation = self._layers[1].self_attn.attn.impl
-        self._set(implementation, "scale", implementation.scale * 2**0.5)
-
-    def _missing_softcap(self):
-        implementation = self._layers[1].self_attn.attn.impl
-        if not implementation.logits_soft_cap:
-            raise AttributeError
-        self._set(implementation, "logits_soft_cap", 0)
-
-    def _missing_last_softcap(self):
-        if self._model.logits_processor.soft_cap is None:
-            raise AttributeError
-        self._set(self._model.logits_processor, "soft_cap", None)
-
     def _decode_alone(self):
         def change(states):
             return states * 1.05 if len(states) <= 4 else states
@@ -175,10 +145,6 @@ class Faulty(Probe):
         attention.q_norm  # noqa: B018 - without a norm these are queries that are turned otherwise
         self._after(attention.qkv_proj, change)
 
-    def _window(self):
-        implementation = self._layers[0].self_attn.attn.impl
-        self._set(implementation, "sliding_window", 3)
-
     def _output_projection(self):
         self._after(self._layers[1].self_attn.o_proj, lambda states: states * 1.1)
 
@@ -197,44 +163,3 @@ class Faulty(Probe):
 
     def _embedding_scale(self):
         self._after(self._root.embed_tokens, lambda states: states * 1.1)
-
-    def _head_scale(self):
-        self._scores(lambda states, logits: logits * 0.9)
-
-    def _scores(self, change):
-        original = self._model.compute_logits
-        object.__setattr__(self._model, "compute_logits", lambda states: change(states, original(states)))
-        self._undone.append(lambda: object.__delattr__(self._model, "compute_logits"))
-
-    def _temperature_twice(self):
-        sampler = self.model_runner.sampler
-        original = sampler.apply_temperature
-        sampler.apply_temperature = lambda logits, temp, all_random: original(
-            original(logits, temp, all_random), temp, all_random
-        )
-        self._undone.append(lambda: delattr(sampler, "apply_temperature"))
-
-    def _logit_bias(self):
-        sampler = self.model_runner.sampler
-        original = sampler.apply_temperature
-
-        def biased(logits, *arguments):
-            logits[:, 7] += 2.0
-            return original(logits, *arguments)
-
-        sampler.apply_temperature = biased
-        self._undone.append(lambda: delattr(sampler, "apply_temperature"))
-
-    def _swapped_experts(self):
-        order = [1, 0, 2, 3]
-        gate = self._layers[0].mlp.gate
-        experts = self._layers[0].mlp.experts
-        original = experts.router.select_experts
-
-        def select(*arguments, **options):
-            weights, ids = original(*arguments, **options)
-            return weights, torch.tensor(order, dtype=ids.dtype)[ids.long()]
-
-        gate.weight  # noqa: B018
-        experts.router.select_experts = select
-        self._undone.append(lambda: delattr(experts.router, "select_experts"))

@@ -1,6 +1,6 @@
-"""What is said about faults in a real vLLM: one engine for all of them.
+"""What is said about faults in a real engine: one for all of them.
 
-    python -m tests.mismatch.seeded_process MODEL DTYPE FAULT ...
+    python -m tests.mismatch.seeded_process ENGINE MODEL DTYPE FAULT ...
 
 Prints a line of JSON for each fault that the model can have: its name, and the names, places and texts of the causes.
 """
@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-from tests.mismatch.seeded import Faulty
 from verl.mismatch.command import Settings, look, started
 from verl.mismatch.recording import Sampling
 
@@ -28,20 +27,28 @@ SAMPLED = {
 """How the engine samples, and what the trainer takes that to be."""
 
 
+FAULTY = {
+    "vllm": "tests.mismatch.seeded_vllm.FaultyVLLM",
+    "sglang": "tests.mismatch.seeded_sglang.FaultySGLang",
+}
+"""Classes by engine, which its processes import."""
+
+
 def main() -> None:
-    exact = sys.argv[2] == EXACT
-    settings = Settings(model=Path(sys.argv[1]), dtype="bfloat16" if exact else sys.argv[2], exact=exact)
+    engine, model, dtype, *faults = sys.argv[1:]
+    exact = dtype == EXACT
+    settings = Settings(model=Path(model), engine=engine, dtype="bfloat16" if exact else dtype, exact=exact)
     began = time.perf_counter()
-    with started(settings, extension=Faulty) as sides:
+    with started(settings, FAULTY[engine]) as sides:
         print(json.dumps({"started_s": time.perf_counter() - began}), flush=True)
-        for fault in sys.argv[3:]:
-            engine, trainer = SAMPLED.get(fault, (Sampling(), Sampling()))
-            seeded = fault if hasattr(Faulty, f"_{fault}") else "nothing"
+        for fault in faults:
+            of_engine, trainer = SAMPLED.get(fault, (Sampling(), Sampling()))
+            seeded = "nothing" if fault in SAMPLED and fault != "temperature_twice" else fault
             if not sides.engine.call("inject", seeded)[0]:
                 continue
             began = time.perf_counter()
             try:
-                found = look(sides, settings, engine_sampling=engine, sampling=trainer)
+                found = look(sides, settings, engine_sampling=of_engine, sampling=trainer)
             finally:
                 sides.engine.call("undo")
             told = [[cause.name, cause.place, cause.text] for cause in found.causes]

@@ -98,6 +98,7 @@ def test_findings_are_plain_json_and_a_page_without_markup_of_others(rounded):
     found = Findings(
         model="<b>",
         architecture="A",
+        engine="vllm",
         dtype="bfloat16",
         tensor_parallel_size=1,
         causes=[],

@@ -1,8 +1,11 @@
-"""That faults in a real vLLM worker are named, and that an engine without one is not blamed."""
+"""That faults in a real engine are named, and that an engine without one is not blamed."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,9 @@ from transformers import AutoConfig
 
 from tests.mismatch.models import FAMILIES, make
 from tests.mismatch.seeded_process import EXACT
+from tests.sglang_on_cpu import NEEDS_SGLANG, PROGRAM
 from tests.warm_workers import written_by
 from verl.workers.hf.exact import layer_that_differs
-
-pytestmark = [pytest.mark.vllm, pytest.mark.cells(3)]
 
 NAMED = {
     "stale_tensor": "weights",
@@ -63,26 +65,46 @@ WITHOUT = {
 }
 
 
+@pytest.mark.vllm
+@pytest.mark.cells(3)
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_every_fault_is_named_and_a_sound_engine_is_not_blamed(family, tmp_path: Path, warm):
     model = make(tmp_path / "model", family)
-    lines = _said(warm, model, "bfloat16", SOUND, *NAMED, SOUND)
+    _named_rightly(_said(warm, "vllm", model, "bfloat16", SOUND, *NAMED, SOUND), family)
+
+
+@pytest.mark.sglang
+@NEEDS_SGLANG
+def test_every_fault_in_sglang_is_named_and_a_sound_one_is_not_blamed(tmp_path: Path):
+    model = make(tmp_path / "model", "qwen3_moe")
+    command = [sys.executable, "-m", "tests.mismatch.seeded_process", "sglang", str(model), "bfloat16"]
+    ended = subprocess.run([*command, SOUND, *NAMED, SOUND], env=os.environ | PROGRAM, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    _named_rightly(_faults(ended.stdout), "qwen3_moe")
+
+
+def _named_rightly(lines, family):
     first = {line["fault"]: (line["causes"] or [[""]])[0][0] for line in lines if line["fault"] != SOUND}
     assert first == {fault: NAMED[fault] for fault in NAMED if _has(family, fault)}
     assert [line["causes"] for line in lines if line["fault"] == SOUND] == [[], []]  # also after all faults
 
 
+@pytest.mark.vllm
+@pytest.mark.cells(3)
 def test_an_engine_in_exact_mode_differs_by_no_bit_until_it_has_a_fault(tmp_path: Path, warm):
     model = make(tmp_path / "model", "qwen2")
     if found := layer_that_differs(AutoConfig.from_pretrained(model)):
         pytest.skip(f"on this processor {found} in bfloat16")
-    sound, faulty = _said(warm, model, EXACT, SOUND, "norm_scale")
+    sound, faulty = _said(warm, "vllm", model, EXACT, SOUND, "norm_scale")
     assert (sound["causes"], sound["mean"]) == ([], 0.0)
     assert faulty["causes"][0][0] == "norm"
 
 
 def _said(warm, *arguments):
-    written = written_by(warm, "tests.mismatch.seeded_process", *arguments)
+    return _faults(written_by(warm, "tests.mismatch.seeded_process", *arguments))
+
+
+def _faults(written):
     return [json.loads(line) for line in written.splitlines() if line.startswith('{"fault"')]
 
 

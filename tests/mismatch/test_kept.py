@@ -19,7 +19,7 @@ def run(tmp_path):
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")
     (tmp_path / CONFIG_FILE).write_text(
-        "actor_rollout_ref: {rollout: {temperature: 0.7, dtype: float16, exact: true}}\n"
+        "actor_rollout_ref: {rollout: {name: sglang, temperature: 0.7, dtype: float16, exact: true}}\n"
     )
     (tmp_path / "samples").mkdir()
     return tmp_path
@@ -40,6 +40,7 @@ def test_tokens_are_those_that_the_weights_of_the_step_alone_generated(run):
     assert kept.sequences == [([1, 2], [3, 3])]
     assert kept.log_probs == [[-1.0, None]]
     assert (kept.temperature, kept.dtype, kept.top_p, kept.top_k, kept.exact) == (0.7, "float16", 1.0, -1, True)
+    assert kept.engine == "sglang"
     assert kept.model == run / "global_step_2" / "actor" / "huggingface"
 
 

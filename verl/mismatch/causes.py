@@ -120,11 +120,13 @@ def _inputs(decode: Phase) -> Iterator[Cause]:
 def _weights(different: Mapping[str, str]) -> Iterator[Cause]:
     tables = [name for name in different if ROTARY in name]
     if tables and len(tables) == len(different):
-        yield Cause(name="rope", place=tables[0], text="the engine's table of angles is not what vLLM computes itself")
+        yield Cause(
+            name="rope", place=tables[0], text="the engine's table of angles is not what a fresh model of it has"
+        )
     elif different:
         name, text = next(iter(different.items()))
         more = f", and {len(different) - 1} more tensors" if len(different) > 1 else ""
-        yield Cause(name="weights", place=name, text=f"{text}, compared with vLLM's own load from disk{more}")
+        yield Cause(name="weights", place=name, text=f"{text}, compared with the engine's own load from disk{more}")
 
 
 def _explained(place: Place, phase: Phase, places: Sequence[Place], model: TrainersModel, wide: TrainersModel) -> Cause:

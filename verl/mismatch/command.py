@@ -3,13 +3,13 @@
     verl-sync mismatch --model DIR
     verl-sync mismatch RUN_DIR --step 40
 
-A vLLM engine loads the model and generates, as it serves: prompts at once, then token by token, and all tokens at once
+vLLM or SGLang loads the model and generates, as it serves: prompts at once, then token by token, and all tokens at once
 again. transformers' model computes the same tokens, as a trainer does. The program compares the engine's weights with
 the files, bit for bit, and what embeddings, every block and what is in it, the last norm, scores and log-probs are. A
-module is reported that is farther from its result in a wider dtype than the trainer's rounding takes it. It needs vLLM,
-and memory for the model in vLLM (twice) and in transformers (twice, once in the wider dtype). Exit code 0: no cause was
-found, and probabilities differ by --tolerance at most; 1: otherwise; 2: the model could not be tried; 130: ended by
-Ctrl-C or SIGTERM. docs/mismatch.md has the causes with their remedies.
+module is reported that is farther from its result in a wider dtype than the trainer's rounding takes it. It needs the
+engine, and memory for the model in it (twice) and in transformers (twice, once in the wider dtype). Exit code 0: no
+cause was found, and probabilities differ by --tolerance at most; 1: otherwise; 2: the model could not be tried; 130:
+ended by Ctrl-C or SIGTERM. docs/mismatch.md has the causes with their remedies.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl import envs
 from verl.checkpoint_engine.errors import BackendUnavailable, CheckpointEngineError
@@ -39,12 +40,12 @@ if TYPE_CHECKING:
     from verl.mismatch.findings import Findings
     from verl.mismatch.recording import Sampling
     from verl.mismatch.trainer import TrainersModel
-    from verl.mismatch.worker import Probe
 
 logger = logging.getLogger(__name__)
 
 PROMPT_LENGTHS = (3, 17, 40)
 NEW_TOKENS, SEQUENCES = 24, 8
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 TOLERANCE = 0.005
 INTERRUPTED = 130
@@ -55,6 +56,8 @@ class Settings:
     """What to compare."""
 
     model: Path
+    engine: str = "vllm"
+    """One of `ENGINES`."""
     dtype: str = "auto"
     ranks: int = 1
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
@@ -78,10 +81,10 @@ class Sides:
 
 
 @contextmanager
-def started(settings: Settings, extension: type[Probe] | None = None) -> Iterator[Sides]:
-    """Both sides, until the block ends.
+def started(settings: Settings, extension: str | None = None) -> Iterator[Sides]:
+    """Both sides, until the block ends. `extension`: the path of a subclass of the engine's `Probe`.
 
-    Raises ConfigError for a model that transformers cannot load, BackendUnavailable for one that vLLM cannot run.
+    Raises ConfigError for a model that transformers cannot load, BackendUnavailable for one that the engine cannot run.
     """
     from verl.mismatch.trainer import TrainersModel, dtype_of
 
@@ -90,27 +93,48 @@ def started(settings: Settings, extension: type[Probe] | None = None) -> Iterato
     wide.widen()
     longest = max((len(prompt) + len(response) for prompt, response in settings.sequences), default=max(PROMPT_LENGTHS))
     _require_room(settings, model, longest)
-    os.environ["VLLM_LOGGING_LEVEL"] = envs.vllm_logging_level("ERROR")
-    try:
-        from verl.mismatch.engine import ProbedEngine
-        from verl.mismatch.worker import Probe
-    except ImportError as exc:
-        raise BackendUnavailable(f"mismatch starts a vLLM engine, and vLLM cannot be imported: {exc}") from exc
-    try:
-        engine = ProbedEngine(
-            settings.model,
-            dtype=dtype,
-            ranks=settings.ranks,
-            max_model_len=longest + settings.new_tokens + 2,
-            extension=extension or Probe,
-            exact=settings.exact,
-        )
-    except Exception as exc:
-        raise BackendUnavailable(f"vLLM cannot run {settings.model}: {' '.join(str(exc).split())}") from exc
+    options: dict[str, Any] = {"dtype": dtype, "max_model_len": longest + settings.new_tokens + 2}
+    if extension is not None:
+        options["extension"] = extension
+    start = _start_vllm if settings.engine == "vllm" else _start_sglang
+    engine = start(settings, int(model.config.vocab_size), options)
     try:
         yield Sides(engine=engine, model=model, wide=wide)
     finally:
         engine.close()
+
+
+def _start_vllm(settings: Settings, vocab_size: int, options: dict[str, Any]) -> ProbedEngine:
+    os.environ["VLLM_LOGGING_LEVEL"] = envs.vllm_logging_level("ERROR")
+    try:
+        from verl.mismatch.vllm.engine import ProbedVLLM
+    except ImportError as exc:
+        raise _unavailable(settings, f"cannot be imported: {exc}") from exc
+    try:
+        return ProbedVLLM(settings.model, ranks=settings.ranks, exact=settings.exact, **options)
+    except Exception as exc:
+        raise _unavailable(settings, f"cannot run {settings.model}: {exc}") from exc
+
+
+def _start_sglang(settings: Settings, vocab_size: int, options: dict[str, Any]) -> ProbedEngine:
+    import torch
+
+    from verl.workers.rollout.sglang.environment import environment
+
+    os.environ |= environment("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # as in its processes
+            from verl.mismatch.sglang.engine import ProbedSGLang
+    except ImportError as exc:
+        raise _unavailable(settings, f"cannot be imported: {exc}") from exc
+    try:
+        return ProbedSGLang(settings.model, vocab_size=vocab_size, **options)
+    except Exception as exc:
+        raise _unavailable(settings, f"cannot run {settings.model}: {exc}") from exc
+
+
+def _unavailable(settings: Settings, why: str) -> BackendUnavailable:
+    return BackendUnavailable(f"{ENGINES[settings.engine]} {' '.join(why.split())}")
 
 
 def _require_room(settings: Settings, model: TrainersModel, longest: int) -> None:
@@ -139,12 +163,12 @@ def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, samplin
             engine_sampling,
             new_tokens=settings.new_tokens,
         )
-    except Exception as exc:  # vLLM meets shapes that its kernels do not take when it computes for the first time
-        what = f"{type(exc).__name__}: {' '.join(str(exc).split())}"
-        raise BackendUnavailable(f"vLLM started, and cannot compute with {settings.model}: {what}") from exc
-    whole = decode.tokens
-    prefill = engine.record(model.names, whole, [len(tokens) for tokens in whole], Sampling(), new_tokens=1)
-    weights = engine.compare_with_disk(settings.model)
+        whole = decode.tokens
+        prefill = engine.record(model.names, whole, [len(tokens) for tokens in whole], Sampling(), new_tokens=1)
+        weights = engine.compare_with_disk(settings.model)
+    except Exception as exc:  # an engine meets shapes that its kernels do not take when it first computes
+        what = f"{type(exc).__name__}: {exc}"
+        raise _unavailable(settings, f"started, and cannot compute with {settings.model}: {what}") from exc
     found = phases({"decode": decode, "prefill": prefill}, model, sides.wide)
     places = compared(found)
     try:
@@ -160,6 +184,7 @@ def look(sides: Sides, settings: Settings, *, engine_sampling: Sampling, samplin
     return Findings(
         model=str(settings.model),
         architecture=model.architecture,
+        engine=settings.engine,
         dtype=str(model.dtype).removeprefix("torch."),
         tensor_parallel_size=settings.ranks,
         causes=named,
@@ -203,7 +228,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="N",
         help=f"compare the first N of FILE (default {SEQUENCES}); scores of all their tokens are held",
     )
-    parser.add_argument("--engine", default="vllm", choices=("vllm",), help="the engine (default vllm)")
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="the engine (default: the run's, or vllm)")
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -279,12 +304,26 @@ def _settings(options: argparse.Namespace) -> Settings:
         raise ConfigError(f"--model {options.model}: there is no config.json")
     return Settings(
         model=model,
+        engine=_engine(options, options.engine or "vllm"),
         dtype=options.dtype,
         ranks=options.tensor_parallel_size,
         sequences=_sequences(options.data)[: options.sequences] if options.data is not None else (),
         new_tokens=options.new_tokens,
         exact=options.exact,
     )
+
+
+def _engine(options: argparse.Namespace, engine: str, *, exact: bool = False) -> str:
+    """Raises ConfigError for what this engine cannot be asked for, BackendUnavailable if it is not installed."""
+    if engine == "sglang" and (exact or options.exact):
+        raise ConfigError("--exact needs --engine vllm: SGLang has no exact mode")
+    if engine == "sglang" and options.tensor_parallel_size > 1:
+        raise ConfigError("--engine sglang compares an engine of one rank: leave out --tensor-parallel-size")
+    if find_spec(engine) is None:
+        raise BackendUnavailable(
+            f"mismatch starts an engine, and {ENGINES[engine]} is not installed: pip install {engine}"
+        )
+    return engine
 
 
 def _of_run(options: argparse.Namespace) -> Settings:
@@ -295,14 +334,18 @@ def _of_run(options: argparse.Namespace) -> Settings:
     options.temperature = kept.temperature if options.temperature is None else options.temperature
     options.top_p = kept.top_p if options.top_p is None else options.top_p
     options.top_k = kept.top_k if options.top_k is None else options.top_k
+    if (engine := options.engine or kept.engine) not in ENGINES:
+        raise ConfigError(f"{options.run} generated with rollout.name={engine}: name --engine vllm or sglang")
+    exact = kept.exact or options.exact
     return Settings(
         model=kept.model,
+        engine=_engine(options, engine, exact=exact),
         dtype=kept.dtype if options.dtype == "auto" else options.dtype,
         ranks=options.tensor_parallel_size,
         sequences=kept.sequences,
         kept=kept.log_probs,
         kept_by_trainer=kept.trainer_log_probs,
-        exact=kept.exact or options.exact,
+        exact=exact,
     )
 
 
@@ -333,8 +376,6 @@ def _sequences(path: Path) -> list[tuple[list[int], list[int]]]:
 def _main(options: argparse.Namespace) -> int:
     try:
         settings = _settings(options)
-        if find_spec("vllm") is None:
-            raise BackendUnavailable("mismatch starts a vLLM engine, and vLLM is not installed: pip install vllm")
         from verl.mismatch.page import html, table
         from verl.mismatch.recording import Sampling
 

@@ -37,6 +37,7 @@ class Findings:
 
     model: str
     architecture: str
+    engine: str
     dtype: str
     tensor_parallel_size: int
     causes: list[Cause]

@@ -24,6 +24,8 @@ class KeptStep:
     """What `mismatch` compares of a run."""
 
     model: Path
+    engine: str
+    """`rollout.name`."""
     sequences: list[tuple[list[int], list[int]]]
     log_probs: list[list[float | None] | None]
     """The run's engine's, of each sequence; None for what no policy generated."""
@@ -52,6 +54,7 @@ def kept_step(run: Path, step: int) -> KeptStep:
     rollout = _rollout(run / CONFIG_FILE)
     return KeptStep(
         model=model,
+        engine=str(rollout.get("name", "vllm")),
         sequences=[(row["prompt_ids"], row["response_ids"]) for row in rows],
         log_probs=[_generated(row) for row in rows],
         trainer_log_probs=[

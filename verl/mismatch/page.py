@@ -16,7 +16,7 @@ td:first-child,th:first-child,td.text{text-align:left}.bad{color:#b00020;font-we
 
 
 def heading(found: Findings) -> str:
-    return f"{found.architecture} in {found.dtype}, tensor parallel {found.tensor_parallel_size}"
+    return f"{found.architecture} in {found.dtype}, {found.engine}, tensor parallel {found.tensor_parallel_size}"
 
 
 def summary(found: Findings) -> str:

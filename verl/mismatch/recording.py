@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from verl.mismatch.places import ATTENTION, LOG_PROBS, LOGITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +34,23 @@ class Recording:
     last there is nothing: it is computed with the next one."""
     scores: list[dict[str, dict[int, torch.Tensor]]] = field(default_factory=list)
     """Of each sequence, `LOGITS` and `LOG_PROBS`: by the index of the token that they predict, [vocabulary]."""
+
+
+def assembled(ranks: Sequence[Sequence[Mapping[str, Any]]], recording: Recording) -> Recording:
+    """Put the rows of all steps where they belong. Heads of several ranks are put side by side."""
+    rows: list[dict[str, dict[int, torch.Tensor]]] = [{} for _ in recording.tokens]
+    recording.scores = [{} for _ in recording.tokens]
+    for step, *others in zip(*ranks, strict=True):
+        for name, tensor in step.items():
+            if name in ("rows", "last"):
+                continue
+            if others and name.rpartition(".")[2] in ATTENTION:
+                tensor = torch.cat([tensor, *(other[name] for other in others)], dim=-1)
+            for (sequence, index), row in zip(step["rows"], tensor, strict=True):
+                rows[sequence].setdefault(name, {})[index] = row
+        for name in (LOGITS, LOG_PROBS):
+            for (sequence, index), row in zip(step["last"].get("rows", ()), step["last"].get(name, ()), strict=False):
+                recording.scores[sequence].setdefault(name, {})[index + 1] = row
+    for each in rows:
+        recording.states.append({name: torch.stack([by[index] for index in sorted(by)]) for name, by in each.items()})
+    return recording

@@ -28,7 +28,7 @@ from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.test_publisher import node_process, nudge
 from tests.checkpoint_engine.stand_in_vllm import stand_in
 from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
-from tests.sglang_on_cpu import NEEDS_SGLANG, PACKAGE, STAND_INS
+from tests.sglang_on_cpu import NEEDS_SGLANG, PROGRAM
 from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.engines.leftovers import Leftovers, shared_memory_of
@@ -94,11 +94,7 @@ def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", directory, "--skip-tokenizer-init"]
     command += ["--load-format", "dummy", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
     command += [*ON_CPU.split(), *FLAG.split()]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (STAND_INS, PACKAGE, ROOT))),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | PROGRAM | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     kept = Leftovers()
     with log.open("wb") as file:
         process = subprocess.Popen(

@@ -1,12 +1,13 @@
-"""SGLang 0.5.23: what a weight loader needs of the scheduler in its process. It can be imported without SGLang; there
-is no scheduler then."""
+"""SGLang 0.5.23: what code in a scheduler's process needs of it. It can be imported without SGLang, where no scheduler
+is."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,3 +61,18 @@ def among_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
     return values
+
+
+@contextmanager
+def own_rotary_tables() -> Iterator[None]:
+    """In this block, a new model gets its own tables of rotary embeddings. SGLang shares them between all models of a
+    process."""
+    from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT as tables
+
+    shared = dict(tables)
+    tables.clear()
+    try:
+        yield
+    finally:
+        tables.clear()
+        tables.update(shared)

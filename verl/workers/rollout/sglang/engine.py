@@ -47,6 +47,14 @@ AGAIN_S = 0.02
 SPARE_TOKENS = 8
 """Extra context length: SGLang ends a response a little before its context is full. The server enforces the limit."""
 FLUSHED_WITHIN_S = 10.0
+ON_CPU = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,  # it would look for requests as fast as it can, on a core that others need
+}
+"""SGLang's arguments on a machine without an accelerator."""
 STOP_REASONS: dict[str, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
 
 
@@ -118,14 +126,7 @@ class SGLangEngine:
         if spec.model.override_config:
             arguments["json_model_override_args"] = json.dumps(dict(spec.model.override_config))
         if spec.device == "cpu":
-            arguments |= {
-                "max_total_tokens": kv_cache_tokens(spec),
-                "attention_backend": "torch_native",
-                "sampling_backend": "pytorch",
-                "grammar_backend": "none",
-                "disable_overlap_schedule": True,
-                "sleep_on_idle": True,  # it would look for requests as fast as it can, on a core that others need
-            }
+            arguments |= {"max_total_tokens": kv_cache_tokens(spec)} | ON_CPU
         else:
             arguments["mem_fraction_static"] = config.gpu_memory_utilization
         return arguments | (config.engine_kwargs.get("sglang") or {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.rollout.base import RolloutReplica
+from verl.workers.rollout.sglang.environment import environment
 
 OWNED_ARGUMENTS = {
     "model_path": "actor_rollout_ref.model.path",
@@ -67,10 +68,7 @@ class SGLangReplica(RolloutReplica):
                     )
 
     def env_vars(self) -> dict[str, str]:
-        # The engine gets room for a token or two more than the model's context: it ends responses before it is full.
-        env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        env = environment(self.device)
         if self.device == "cpu":
-            # Each of its processes warns of kernels that there are for accelerators only.
-            env["PYTHONWARNINGS"] = "ignore::UserWarning"
-            env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+            env["OMP_NUM_THREADS"] = "1"
         return env

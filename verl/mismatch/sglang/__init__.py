@@ -1,0 +1,1 @@
+"""SGLang's side of `mismatch`. Only what is in here imports SGLang."""

@@ -1,0 +1,1 @@
+"""vLLM's side of `mismatch`. Only what is in here imports vLLM."""

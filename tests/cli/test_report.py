@@ -23,6 +23,7 @@ from verl.cli.main import cli
 from verl.cli.report import page
 from verl.cli.report_data import comparison_data, report_data
 from verl.cli.run_files import RunFiles, read_run
+from verl.cli.watch import Watched
 from verl.trainer.config.loader import load_config
 from verl.trainer.config.record import record_run
 from verl.utils.builtin import make_tiny_model
@@ -200,6 +201,18 @@ def test_the_newest_files_and_their_first_samples_are_shown(run: Path):
     shown = data_of(run / "report.html")["samples"]
     assert [sample["step"] for sample in shown] == [12, 12]
     assert report(run, "--samples", run).output.startswith("Error")
+
+
+def test_samples_are_shown_from_where_the_configuration_has_them_written(run: Path, tmp_path: Path):
+    elsewhere = tmp_path / "elsewhere"
+    write_samples(elsewhere, 40, count=1)
+    (run / "config.yaml").write_text(f"trainer: {{rollout_data_dir: {elsewhere}}}")
+    report(run)
+    assert data_of(run / "report.html")["samples"][-1]["step"] == 40
+    watched = Watched(run)
+    assert json.loads(watched.data())["samples"][-1]["step"] == 40
+    write_samples(elsewhere, 41, count=1)
+    assert json.loads(watched.data())["samples"][-1]["step"] == 41
 
 
 def test_what_a_run_says_cannot_become_part_of_the_page(run: Path):

@@ -35,7 +35,7 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
     multiple=True,
     type=DIRECTORY,
     help="Where trainer.rollout_data_dir or validation_data_dir wrote samples; may be given again. "
-    "Default: directories below DIR with such files.",
+    "Default: those below DIR, and those that its config.yaml names.",
 )
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(0), help="Show samples of the last STEPS.")
 @click.option("--per-step", default=8, show_default=True, type=click.IntRange(1), help="Show so many samples of each.")
@@ -68,7 +68,7 @@ def command(
         raise click.UsageError("--samples is for one run; of several, those below each DIR are shown")
     decoders = [decoder(tokenizer, run) for run in runs]
     shown = [
-        read_samples(samples or sample_directories(run.directory), steps=steps, per_step=per_step, decode=decode)
+        read_samples(samples or sample_directories(run), steps=steps, per_step=per_step, decode=decode)
         for run, decode in zip(runs, decoders, strict=True)
     ]
     data = comparison_data(runs, shown) if several else report_data(runs[0], shown[0])

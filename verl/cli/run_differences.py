@@ -12,11 +12,9 @@ import click
 from verl.checkpoint_engine.support import records
 from verl.cli.differences import Compared, Difference
 from verl.cli.run_files import METRICS_FILE, read_settings, read_starts
-from verl.cli.samples import sample_directories, sample_files
+from verl.cli.samples import KEYS, named_directories, sample_files
 from verl.utils.measured import OF_SAMPLES, OF_SETTINGS, is_measured
 
-SAMPLES = {"trainer.rollout_data_dir": "training samples", "trainer.validation_data_dir": "validation samples"}
-"""By key of the directory: what is in it."""
 FIRST = ("prompt_ids", "response_ids", "response_mask", "versions", "log_probs", "score")
 """Columns of a sample in the order in which one causes the next; others follow."""
 PER_TOKEN = {"prompt_ids", "response_ids", "response_mask", "versions", "log_probs"}
@@ -74,19 +72,9 @@ def _step(record: Mapping[str, Any], directory: Path) -> int:
 def _sample_files(
     directory: Path, settings: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[int, Path]]:
-    """From the directories that the settings name, also where the run was moved with one below it."""
-    found = {}
-    started_in = Path(str(starts[-1].get("directory", "."))) if starts else Path()
-    below = {path.name: path for path in sample_directories(directory)}
-    for key, what in SAMPLES.items():
-        given = settings.get(key)
-        if not isinstance(given, str):
-            continue
-        named = started_in / given
-        place = named if named.is_dir() else below.get(named.name)
-        if place is not None:
-            found[what] = {int(path.stem): path for path in sample_files(place)}
-    return found
+    """By what is in them, and step: those in the directories that the settings name."""
+    places = named_directories(directory, settings, starts)
+    return {KEYS[key]: {int(path.stem): path for path in sample_files(place)} for key, place in places.items()}
 
 
 def differing_settings(a: RunToCompare, b: RunToCompare) -> dict[str, tuple[Any, Any]]:
@@ -132,7 +120,7 @@ def _of_metrics(a: RunToCompare, b: RunToCompare, step: int, compared: Compared)
 
 
 def _of_samples(a: RunToCompare, b: RunToCompare, step: int, compared: Compared) -> Iterator[Difference]:
-    for what in SAMPLES.values():
+    for what in KEYS.values():
         paths = [run.samples.get(what, {}).get(step) for run in (a, b)]
         if paths[0] is None or paths[1] is None:
             continue

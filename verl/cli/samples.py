@@ -17,10 +17,37 @@ MOST_TOKENS = 2000
 """The most tokens of a sample that are shown."""
 
 
-def sample_directories(run: Path) -> list[Path]:
-    """The directories of `trainer.rollout_data_dir` and `validation_data_dir` below a run's output directory."""
+KEYS = {"trainer.rollout_data_dir": "training samples", "trainer.validation_data_dir": "validation samples"}
+"""By key of the directory: what is in it."""
+
+
+def sample_directories(run: RunFiles) -> list[Path]:
+    """The directories with samples below a run's output directory, and those that its configuration names."""
+    named = named_directories(run.directory, run.settings, run.starts).values()
+    found = {path.resolve(): path for path in (*directories_below(run.directory), *filter(sample_files, named))}
+    return list(found.values())
+
+
+def directories_below(run: Path) -> list[Path]:
+    """Those with samples below a run's output directory."""
     found = (path for path in sorted(run.iterdir()) if path.is_dir() and not path.name.startswith("global_step_"))
     return [path for path in found if sample_files(path)]
+
+
+def named_directories(run: Path, settings: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+    """By key of `KEYS`: the directory that the settings name, also where the run was moved with one below it."""
+    found = {}
+    started_in = Path(str(starts[-1].get("directory", "."))) if starts else Path()
+    below = {path.name: path for path in directories_below(run)}
+    for key in KEYS:
+        given = settings.get(key)
+        if not isinstance(given, str):
+            continue
+        named = started_in / given
+        place = named if named.is_dir() else below.get(named.name)
+        if place is not None:
+            found[key] = place
+    return found
 
 
 def read_samples(directories: Sequence[Path], *, steps: int, per_step: int, decode: Decode | None) -> list[Any]:

@@ -8,7 +8,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from verl.cli.look import SETTINGS, Command
 from verl.cli.report import DIRECTORY, page
 from verl.cli.report_data import about, report_data
 from verl.cli.run_files import WATCHED, RunFiles, read_run
-from verl.cli.samples import decoder, read_samples, sample_directories
+from verl.cli.samples import decoder, directories_below, read_samples, sample_directories
 from verl.trainer.output_lock import NAME as RUNNING
 from verl.trainer.output_lock import is_written
 from verl.utils.console import step_line
@@ -76,20 +76,25 @@ class Watched:
     directory: Path
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     _seen: Seen | None = None
+    _places: Sequence[Path] = ()
+    """Where samples were when the files were read."""
 
     def stamp(self) -> tuple[Any, ...]:
         """A value that changes with the run's files."""
         paths = [self.directory / name for name in (*WATCHED, RUNNING)]
-        paths += [path for each in sample_directories(self.directory) for path in sorted(each.glob("*.jsonl"))[-1:]]
+        paths += [path for each in self._sampled() for path in sorted(each.glob("*.jsonl"))[-1:]]
         found = ((path, path.stat()) for path in paths if path.exists())
         return tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found)
+
+    def _sampled(self) -> list[Path]:
+        return list(dict.fromkeys((*directories_below(self.directory), *self._places)))
 
     def data(self) -> bytes:
         stamp = self.stamp()
         if self._seen is None or self._seen.stamp != stamp:
             run = read_run(self.directory)
             decode = decoder(None, run)
-            directories = sample_directories(self.directory)
+            directories = self._places = sample_directories(run)
             shown = read_samples(directories, steps=SAMPLED_STEPS, per_step=SAMPLES, decode=decode)
             data = report_data(run, shown) | {"decoded": decode is not None, "goes_on": is_written(run.directory)}
             self._seen = Seen(stamp=stamp, data=records.encoded(data | {"token": self.token}))

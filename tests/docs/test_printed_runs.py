@@ -1,8 +1,8 @@
 """What documents and `--help` print runs in a clean directory, as it is printed; what they show as output, it prints.
 
 The commands of a page run one after another in a directory that has the repository's files, `.venv`, and what the page
-expects of its reader: a model in DIR, a file of data. Launches of runs get `--check`. What is not run is in a table
-below, with the reason; what is in none of its lines is run.
+expects of its reader: a model in DIR, a file of data. Launches of runs, and scripts that launch, get `--check`. What
+is not run is in a table below, with the reason; what is in none of its lines is run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.runs import write_run, write_samples
-from tests.docs.printed import ROOT, SHOWN, Printed, form, helped, outputs, printed, shown
+from tests.docs.printed import FOLDERS, ROOT, SHOWN, Printed, form, helped, outputs, printed, shown
 from tests.docs.test_printed_commands import TRAINERS
 from verl.cli.main import cli
 from verl.trainer import main_ppo
@@ -41,8 +41,7 @@ NOT_RUN = {
     r"(certify|mismatch) --model DIR|mismatch RUN_DIR": "an engine: tests/weight_sync, tests/mismatch",
     r"doctor --address": "a cluster: tests/doctor/test_cluster.py",
     r"-m benchmarks\.|-m tests\.|^scripts/gpu_": "minutes, or devices: tests/benchmarks, tests/scripts",
-    r"run_qwen3_1gpu": "a GPU: tests/test_launch_scripts.py",
-    r"models_page.py|scripts/generate_config.py$": "long, or changes the repository",
+    r"models_page.py( --run)?$|scripts/generate_config.py$": "long, or changes the repository",
     r"data\.train_batchsize": "shown for its error: tests/docs/test_printed_commands.py",
     r"(check_commit_message.py FILE|for_index.py FOLDER)": "a placeholder for a file; tests/scripts",
     r"prepare verifiers|data/guess": "packages of its own: tests/experimental/agent_loop/test_verifiers.py",
@@ -65,7 +64,8 @@ DOCTOR = "verl-sync doctor --json"
 def reason(command: Printed) -> str | None:
     """Why it is not run: a line of the table, or that it is but the name of a program in a sentence."""
     words = command.words
-    if command.inline and not [word for word in words[3 if words[1] == "-m" else 2 :] if word != "..."]:
+    of_program = 1 if words[0].startswith(FOLDERS) else 3 if words[1] == "-m" else 2
+    if command.inline and not [word for word in words[of_program:] if word != "..."]:
         return "a name"
     return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command.text)), None)
 
@@ -138,8 +138,8 @@ class Stranger:
         if "hosts.json" in texts:
             self._said[DOCTOR] = self.run(DOCTOR)
             (self.clone / "hosts.json").write_text(self._said[DOCTOR])
-        raw = "utils.data prepare" in texts
-        for name in re.findall(r"(?<!--to )\b[\w/.-]+\.(?:parquet|jsonl)|/data/[\w/.-]+", texts):
+        raw, made = "utils.data prepare" in texts, re.findall(r"--to (\S+)", texts)
+        for name in {*re.findall(r"\b[\w/.-]+\.(?:parquet|jsonl)|/data/[\w/.-]+", texts)} - {*made}:
             self._give_data(self.clone / name.lstrip("/"), raw=raw)
         shutil.copy(ROOT / "examples" / "custom_reward.py", self.clone / "reward.py")
         (self.clone / "my_run.yaml").write_text("trainer: {total_training_steps: 3}\n")
@@ -159,7 +159,7 @@ class Stranger:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = pd.DataFrame(
-            [{**question, "images": [{"bytes": PNG}]}] if raw and path.suffix == ".parquet" else [sample] * 1024
+            [{**question, "images": [{"bytes": PNG}]}] * 64 if raw and path.suffix == ".parquet" else [sample] * 1024
         )
         if path.suffix == ".parquet":
             rows.to_parquet(path)
@@ -279,6 +279,8 @@ def test_what_a_page_prints_runs(
             stranger.check(words, monkeypatch, capsys)
         elif program in begun and program[0] == "verl-sync" and not re.search(r"[<>|$]", command.text):
             stranger.run_here(command.words[1:], monkeypatch)
+        elif re.match(r"examples/\S+\.sh$", command.words[0]):
+            assert stranger.run(f"{command.text.removesuffix('--check')} --check").endswith("nothing was started\n")
         else:
             compare(page, command.text, stranger.run(command.text))
         begun.add(program)

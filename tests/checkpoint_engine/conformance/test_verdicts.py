@@ -232,6 +232,7 @@ def test_a_test_of_pytest_fails_with_the_report_and_is_skipped_where_a_route_nee
     bench, engine, served, tmp_path
 ):
     engine.loader = without(HEAD)
+    (tmp_path / "test_of_the_user.py").write_text("raise SystemExit('collected')")
     result = _of_routes("disk,nccl", served[1], bench.directory, tmp_path)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result
     assert f"partly loaded (or stale derived state): {HEAD}" in result.stdout

@@ -2,6 +2,7 @@
 
     pytest -p verl_sync.conformance.pytest_plugin --weight-update-server URL --weight-update-model DIR
 
+Tests in files run beside these only if the files are named.
 With verl-sync its name is `verl.checkpoint_engine.conformance.pytest_plugin`. No entry point registers it: pytest would
 rewrite the assertions of every module of the package, in every run of its users.
 """
@@ -47,6 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     if config.getoption(f"{OPTION}-timeout") <= 0:
         raise pytest.UsageError(f"{OPTION}-timeout must be more than 0")
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Whoever names a server and no files wants these tests alone."""
+    names_files = config.args_source is pytest.Config.ArgsSource.ARGS
+    return None if names_files or config.getoption(f"{OPTION}-server") is None else True
 
 
 @pytest.hookimpl(tryfirst=True)  # so that -k and -m choose among these, too

@@ -292,6 +292,23 @@ def test_after_its_server_died_a_batch_takes_what_it_had_and_goes_on_after_the_l
         assert len(seen(second)["calls"]) == 3
 
 
+def test_a_batch_that_is_asked_for_once_more_is_generated_once_until_it_is_complete(manager, server):
+    """As another rollouter does, in the place of one that died."""
+    worker = manager.workers[0]
+    batch = prompts("hang!", "a", uid=["one", "two"])
+    batch.meta_info["validate"] = False
+    asked = [worker.generate_sequences.remote(batch, 0)]
+    assert soon(lambda: len(seen(server)["calls"]) == 2)
+    asked += [worker.generate_sequences.remote(batch, 0), worker.generate_sequences.remote(batch[1:], 1)]
+    ray.get(asked[2])  # another batch
+    ray.get(server.give_up.remote(said([9])))
+    one, other = ray.get(asked[:2])
+    assert one.batch["responses"].tolist() == other.batch["responses"].tolist()
+    assert len(seen(server)["calls"]) == 3
+    ray.get(worker.generate_sequences.remote(batch, 0))
+    assert len(seen(server)["calls"]) == 5
+
+
 def test_of_a_validation_that_failed_nothing_is_taken_as_the_next_one_may_have_other_weights(
     tokenizer_path, start_server
 ):

@@ -80,6 +80,8 @@ class AgentLoopWorker:
         self._servers = self._connect(servers)
         self._running: list[_Running] = []
         self._attempts = Attempts()
+        self._under_way: dict[Hashable, asyncio.Task[DataProto]] = {}
+        """By their samples: batches for training, without seeds."""
 
     async def ready(self) -> None:
         """Return once the constructor has returned."""
@@ -101,8 +103,25 @@ class AgentLoopWorker:
         `first_index` is the first sample's index in the whole batch. Returns a batch of `to_batch`, in the order of
         `samples`; `meta_info["metrics"]` has one value per sample, and sums for COUNTS.
 
-        If a batch fails, a further call with samples of it, by uid, takes what they have: see `Attempts`.
+        If a batch fails, a further call with samples of it, by uid, takes what they have: see `Attempts`. A call for a
+        batch that is under way, because who asked for it died, waits for that.
         """
+        names = None if self._config.trainer.full_determinism else _names(samples, first_index)
+        while names in self._under_way and self._under_way[names].cancelling():
+            await asyncio.wait([self._under_way[names]])  # it leaves what it has
+        batch = self._under_way.get(names)
+        if batch is None:
+            batch = asyncio.create_task(self._generate_sequences(samples, first_index))
+            if names is not None:
+                self._under_way[names] = batch
+                batch.add_done_callback(lambda _: self._under_way.pop(names))
+        try:
+            return await asyncio.shield(batch)
+        except asyncio.CancelledError:
+            await _ended([batch])
+            raise
+
+    async def _generate_sequences(self, samples: DataProto, first_index: int) -> DataProto:
         validate = samples.meta_info["validate"]
         rollout = self._config.actor_rollout_ref.rollout
         make_sampling = SamplingOptions.for_validation if validate else SamplingOptions.for_training
@@ -241,6 +260,15 @@ def tokenizer_for_chats(path: str, model: HFModelConfig) -> PreTrainedTokenizerB
             f"the tokenizer in {path} has no chat template: set actor_rollout_ref.model.custom_chat_template"
         )
     return tokenizer
+
+
+def _names(samples: DataProto, first_index: int) -> Hashable | None:
+    """What no other batch for training has; None for validation, whose uids come again, and without uids."""
+    uids = samples.non_tensor_batch.get("uid")
+    if uids is None or samples.meta_info["validate"]:
+        return None
+    how = (samples.meta_info.get("greedy", False), samples.meta_info.get("global_steps", 0))
+    return (*uids, first_index, *how)
 
 
 def _rows(samples: DataProto) -> list[dict[str, Any]]:

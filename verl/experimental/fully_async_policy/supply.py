@@ -263,8 +263,8 @@ class Supply:
             self.restarts += 1
             self._run()
             logger.warning(
-                "%s; trainer, engines and agent loops are kept, and %d samples in the queue; what was in flight is "
-                "generated again; the run goes on with step %d, after %.1f s",
+                "%s; trainer, engines and agent loops are kept, and %d samples in the queue; the run goes on with step "
+                "%d, after %.1f s",
                 what,
                 waiting,
                 self.step,

@@ -92,6 +92,18 @@ def test_scores_that_are_not_capped_are_found_by_trying_it(directories):
     )
 
 
+def test_attention_is_named_alone_where_ranks_divide_what_is_behind_it(directories):
+    sides = Sides(directories["qwen3_moe"])
+    sides.engine.module("layers.1.self_attn").scaling *= 2**0.5
+
+    def divided(recorded):
+        for place in list(recorded.states[0]):
+            if place.startswith(">") and place.endswith("o_proj"):
+                del recorded.states[0][place]
+
+    assert [cause.place for cause in sides.found(divided)[0]] == ["layers.1.self_attn.attention"]
+
+
 def test_experts_in_each_others_place_are_found_by_trying_it(directories):
     sides = Sides(directories["qwen3_moe"])
     order = torch.tensor([0, 3, 2, 1])

@@ -50,7 +50,7 @@ def causes(
     named = [*_inputs(decode), *_weights(weights)]
     beyond = [place for place in places if place.beyond]
     wrong = {place.name for place in beyond}
-    beyond = [place for place in beyond if not _follows(place.name, wrong)]
+    beyond = [place for place in beyond if not _follows(place.name, wrong, decode.engine)]
     inner = [place for place in beyond if not any(other.name.startswith(f"{place.name}.") for other in beyond)]
     together: dict[tuple[str, str], list[Cause]] = {}
     for place in inner:
@@ -63,12 +63,14 @@ def causes(
     return [*named, *_sampled(recording, sampling)]
 
 
-def _follows(name: str, wrong: set[str]) -> bool:
+def _follows(name: str, wrong: set[str], shown: Mapping[str, torch.Tensor]) -> bool:
     """Whether another wrong place is what made this one wrong: nothing stands between a norm of queries and them, and
-    only a gate between attention and what gets its outputs."""
+    only a gate between attention and what gets its outputs. What that gets is not `shown` where ranks divide it."""
     path, _, last = name.rpartition(".")
     if last == INPUT:
         return f"{path.rpartition('.')[0]}.{ATTENTION[3]}" in wrong
+    if f">{name}" not in shown and f"{path}.{ATTENTION[3]}" in wrong and last not in ATTENTION and "norm" not in last:
+        return True
     return last in ATTENTION[:2] and bool(wrong & {f"{path}.{last[0]}_norm", f"{path}.{last}_norm"})
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from verl.workers.rollout.errors import NoWeights
+from verl.workers.rollout.kept_calls import KeptCalls
 from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
 
 NO_WEIGHTS = NoWeights("server has no weights")
@@ -46,12 +47,21 @@ class ScriptedServer:
             caches=[],
             unfinished={},
             asked=[],
+            kept=KeptCalls(),
             cancelled=0,
             in_flight=0,
             most_in_flight=0,
         )
 
-    async def generate(self, prompt_ids, sampling, request_id, pictures=(), cache=None):
+    async def generate(self, prompt_ids, sampling, request_id, pictures=(), cache=None, name=None):
+        if name is None:
+            return await self.answered(prompt_ids, sampling, request_id, cache)
+        with self.now.kept.during(request_id, name) as keep:
+            output = await self.answered(prompt_ids, sampling, request_id, cache)
+            keep(output)
+        return output
+
+    async def answered(self, prompt_ids, sampling, request_id, cache):
         now = self.now
         now.caches.append(cache)
         now.calls.append((list(prompt_ids), sampling, request_id))
@@ -99,6 +109,12 @@ class ScriptedServer:
             await asyncio.sleep(0.01)
             return said([ord(max(text)) - 33] * 3, version=7)
         return item
+
+    async def forget_calls(self, owner, samples):
+        self.now.kept.forget(owner, samples)
+
+    async def take_calls(self, owner):
+        return self.now.kept.take(owner, self.now.unfinished.get)
 
     async def give_up(self, output):
         """Answer with it what hangs."""

@@ -292,6 +292,33 @@ def test_after_its_server_died_a_batch_takes_what_it_had_and_goes_on_after_the_l
         assert len(seen(second)["calls"]) == 3
 
 
+def test_a_worker_in_the_place_of_one_that_died_takes_its_answers_from_the_servers(
+    tokenizer_path, tokenizer, start_server
+):
+    told = replace(said([7, 8, 9], "died", version=1), log_probs=[-1.0, -2.0, -3.0])
+    server, other = start_server(said([5], version=1), told, said([10], version=2)), start_server()
+    ray.kill(other)  # one that cannot say what it kept
+    batch = prompts("a", "b", uid=["one", "two"])
+    config = load_config([f"{AGENT}.num_workers=1", f"{AGENT}.max_concurrency=1", "data.max_response_length=4"])
+    with AgentLoopManager(config, [server], tokenizer_path) as manager:
+        failing = ThreadPoolExecutor(1).submit(manager.generate_sequences, batch)
+        assert soon(lambda: len(seen(server)["calls"]) == 2)
+        ray.kill(manager.workers[0])
+        with pytest.raises(RayActorError):
+            failing.result()
+        assert manager.set_servers([server, other]) == 1
+        assert soon(lambda: seen(server)["cancelled"] == 1)  # nobody waits for it any more
+        data = manager.generate_sequences(batch)
+        prompt, sampling, _ = seen(server)["calls"][2]
+        assert (prompt[-3:], sampling.max_tokens) == ([7, 8, 9], 1)
+        assert data.batch["responses"].tolist() == [[5, *[tokenizer.pad_token_id] * 3], [7, 8, 9, 10]]
+        assert data.batch["rollout_log_probs"][1].tolist() == [-1.0, -2.0, -3.0, -0.5]
+        assert data.batch["rollout_versions"][1].tolist() == [1, 1, 1, 2]
+        assert data.meta_info["timing"]["agent_loop/taken_over_tokens"] == 4
+        # Of samples that are complete servers keep nothing.
+        assert soon(lambda: ray.get(server.take_calls.remote("agent-loop-worker-0")) == [])
+
+
 def test_a_batch_that_is_asked_for_once_more_is_generated_once_until_it_is_complete(manager, server):
     """As another rollouter does, in the place of one that died."""
     worker = manager.workers[0]
@@ -346,8 +373,8 @@ class DiesAsItStarts(AgentLoopManager):
 
     deaths = 0
 
-    def _start(self, rank):
-        worker = super()._start(rank)
+    def _start(self, rank, **how):
+        worker = super()._start(rank, **how)
         if self.deaths:
             self.deaths -= 1
             end(worker)

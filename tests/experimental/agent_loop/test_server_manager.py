@@ -326,7 +326,7 @@ class Asked:
     def __init__(self):
         self.seeds = []
 
-    async def generate(self, request_id, prompt_ids, sampling, *, sample, so_far):
+    async def generate(self, request_id, prompt_ids, sampling, *, sample, so_far, name):
         self.seeds.append(sampling.seed)
         return TokenOutput([1], None, "length", ())
 

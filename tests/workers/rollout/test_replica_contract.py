@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+import ray
 
 from tests.workers.rollout.conftest import MAX_MODEL_LEN, PROMPT, Served
 from verl.checkpoint_engine.errors import ActivationError
 from verl.workers.rollout.errors import NoWeights, RolloutError
-from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
+from verl.workers.rollout.records import CallName, SamplingOptions, TokenOutput, WeightVersionSpan
 
 LONG = MAX_MODEL_LEN - len(PROMPT)
 BRIEFLY_S = 0.3
@@ -284,3 +286,28 @@ def _options():
     from verl.workers.rollout import SamplingOptions
 
     return SamplingOptions(max_tokens=4)
+
+
+async def test_a_worker_that_died_leaves_its_answers_and_unfinished_tokens_with_the_server(served: Served):
+    handle, sampling = served.replica.server_handle, SamplingOptions(max_tokens=5, ignore_eos=True)
+    done = await handle.generate.remote(PROMPT, sampling, "done", name=CallName("worker", "one", "a", 5, 0))
+    tells = served.replica.config.name != "sglang-on-cpu"
+    for attempt in range(ATTEMPTS):
+        name = CallName("worker", attempt, "a", LONG, 0)
+        begun = handle.generate.remote(PROMPT, replace(sampling, max_tokens=LONG), f"begun-{attempt}", name=name)
+        await served.generate(max_tokens=5, ignore_eos=True)
+        await served.replica.pause("keep")
+        taken = dict(await handle.take_calls.remote("worker"))
+        await served.replica.resume()
+        if name not in taken or taken[name].stop_reason == "died":
+            break
+    if attempt == 0:
+        assert taken.pop(CallName("worker", "one", "a", 5, 0)) == done
+    with pytest.raises(ray.exceptions.TaskCancelledError):
+        await begun
+    assert list(taken) == ([name] if tells else [])
+    for output in taken.values():
+        assert 0 < len(output.token_ids) < LONG
+        assert output.weight_versions == (WeightVersionSpan(0, len(output.token_ids), 1),)
+        assert_log_probs_fit(served, output, 1, 1.0)
+    assert await handle.take_calls.remote("worker") == []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -16,7 +16,7 @@ import xxhash
 from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.experimental.agent_loop.unfinished import Partial
 from verl.utils.pictures import Picture
-from verl.workers.rollout.records import SamplingOptions, TokenOutput
+from verl.workers.rollout.records import CallName, SamplingOptions, TokenOutput
 
 MOST = 4096
 """Samples of which something is left."""
@@ -57,6 +57,24 @@ class Attempt:
             self.before.remove(found)
         self.calls.append(found)
         return found
+
+
+def calls_of(kept: Iterable[tuple[CallName, TokenOutput]]) -> dict[Hashable, list[Call]]:
+    """By sample, from what servers have of a worker that died. An answer may be in several pieces, on several servers:
+    what follows a piece that is missing is left out."""
+    calls: dict[tuple[Hashable, Hashable], Call] = {}
+    for name, output in sorted(kept, key=lambda one: one[0].start):
+        call = calls.setdefault((name.sample, name.asked), Call(name.asked, Partial(name.max_tokens)))
+        if call.output is not None or name.start != len(call.so_far.token_ids):
+            continue
+        call.so_far.add(output)
+        if output.stop_reason in ("completed", "length"):
+            call.output = call.so_far.output(output.stop_reason)
+    found: dict[Hashable, list[Call]] = {}
+    for (sample, _), call in calls.items():
+        if call.num_tokens:
+            found.setdefault(sample, []).append(call)
+    return found
 
 
 class Attempts:

@@ -164,7 +164,7 @@ class AgentLoopManager:
         for rank in lost:
             logger.warning("agent-loop-worker-%d died or does not answer; starting it again", rank)
             ray.kill(self._workers[rank], no_restart=True)
-            self._workers[rank] = self._start(rank)
+            self._workers[rank] = self._start(rank, takes_over=True)
         self._await_started(lost, restarts=STARTED_AGAIN * len(lost))
         return len(lost)
 
@@ -180,7 +180,7 @@ class AgentLoopManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, rank: int) -> Any:
+    def _start(self, rank: int, *, takes_over: bool = False) -> Any:
         actor: Any = ray.remote(AgentLoopWorker)
         return actor.options(num_cpus=self._config.actor_rollout_ref.rollout.agent.num_cpus, max_restarts=0).remote(
             config=self._config,
@@ -189,6 +189,7 @@ class AgentLoopManager:
             loops=self._loops,
             rank=rank,
             pictures=self._pictures,
+            takes_over=takes_over,
         )
 
     def _await_started(self, ranks: Sequence[int], restarts: int = 0) -> None:
@@ -210,7 +211,7 @@ class AgentLoopManager:
                 restarts -= 1
                 why = " ".join(str(exc).split())
                 logger.warning("agent-loop-worker-%d died as it started; starting it again: %s", rank, why)
-                self._workers[rank] = self._start(rank)
+                self._workers[rank] = self._start(rank, takes_over=True)
                 starting[self._workers[rank].ready.remote()] = rank
 
     def _check_loops(self, names: set[str]) -> None:

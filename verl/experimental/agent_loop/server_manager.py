@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.unfinished import TOLD_EVERY_S, Listener, Part
 from verl.utils.pictures import Picture
 from verl.utils.seeds import derived
 from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
-from verl.workers.rollout.records import SamplingOptions, TokenOutput
+from verl.workers.rollout.records import CallName, SamplingOptions, TokenOutput
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 """Waits between attempts after a server aborts a request before its first token: it is probably changing weights."""
@@ -47,6 +47,8 @@ class Sample:
     """Tokens whose keys and values engines computed a second time, as far as they say."""
     taken_over: int = 0
     """Tokens of servers that died, and of attempts that failed, which are not sampled again."""
+    keepers: set[Any] = field(default_factory=set)
+    """Servers that keep calls of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,10 +117,11 @@ class ServerManager:
         video_data: None = None,
         sample: Sample | None = None,
         so_far: Partial | None = None,
+        name: CallName | None = None,
     ) -> TokenOutput:
         """One response of at most `sampling_params["max_tokens"]` tokens. `image_data` are pictures of the prompt,
         which includes their tokens; `video_data` is not supported. Counts in `sample`. Goes on with `so_far`, which has
-        what is known of the response when this raises.
+        what is known of the response when this raises. Servers keep what has a `name`.
 
         Continues an aborted response from its tokens so far, with the rest of the budget, on the current weights;
         log-probs and versions stay with their tokens. With `continue_aborted=False` returns it as `aborted`. Raises
@@ -139,7 +142,7 @@ class ServerManager:
                 while so_far.room:
                     budget = replace(sampling, max_tokens=so_far.room, seed=so_far.seed(sampling.seed))
                     tokens = [*prompt_ids, *so_far.token_ids]
-                    output = await self._on_some_server(request_id, sample, tokens, budget, pictures, so_far)
+                    output = await self._on_some_server(request_id, sample, tokens, budget, pictures, so_far, name)
                     so_far.add(output)
                     if output.stop_reason not in ("aborted", "died"):
                         return so_far.output(output.stop_reason)
@@ -174,10 +177,13 @@ class ServerManager:
         sampling: SamplingOptions,
         pictures: Sequence[Picture],
         so_far: Partial,
+        name: CallName | None,
     ) -> TokenOutput:
         """Try the servers in turn until one can answer, or has died and told of some tokens. If this is cancelled,
         `so_far` has what was told."""
         failures: dict[str, Exception] = {}
+        if name is not None:
+            name = replace(name, start=len(so_far.token_ids))
         while True:
             conversation = self._choose(request_id, sample.group, failures)
             if conversation is None:
@@ -192,7 +198,9 @@ class ServerManager:
             with nullcontext() if sampling.seed is not None else server.listener.listening(call_id) as told:
                 server.in_flight += 1
                 try:
-                    output = await self._call(conversation, token_ids, sampling, call_id, pictures)
+                    if name is not None:
+                        sample.keepers.add(server.handle)
+                    output = await self._call(conversation, token_ids, sampling, call_id, pictures, name)
                 except (RayActorError, ReplicaDied, NoWeights) as exc:
                     # NoWeights and an unavailable actor may pass; a dead one is not asked again.
                     server.dead = not isinstance(exc, (NoWeights, ActorUnavailableError))
@@ -231,11 +239,14 @@ class ServerManager:
         sampling: SamplingOptions,
         call_id: str,
         pictures: Sequence[Picture],
+        name: CallName | None,
     ) -> TokenOutput:
         """One remote call; its server stops working on it when this is cancelled. Raises the server's own errors."""
         further: dict[str, Any] = {"pictures": pictures} if pictures else {}
         if conversation.cache is not None:
             further["cache"] = conversation.cache
+        if name is not None:
+            further["name"] = name
         reference = conversation.server.handle.generate.remote(
             prompt_ids=token_ids, sampling=sampling, request_id=call_id, **further
         )
@@ -282,12 +293,14 @@ class Recording:
         group: str | None = None,
         seed: int | None = None,
         before: Sequence[Call] = (),
+        name: tuple[str, Hashable] | None = None,
     ) -> None:
         """With `seed` every call has a seed of its own, from it and the number of calls before; else the engine draws.
-        A loop's own seed takes its place. `before`: the calls of an attempt that failed."""
+        A loop's own seed takes its place. `before`: the calls of an attempt that failed. With `name`, of worker and
+        sample, servers keep calls without a seed."""
         self._servers = servers
         self.sample = Sample(group)
-        self._seed = seed
+        self._seed, self._name = seed, name
         self.may_be_repeated = group is not None and seed is None
         """Whether an attempt after this one can take what it has."""
         self._calls = itertools.count()
@@ -313,9 +326,13 @@ class Recording:
             if known.output is not None:
                 self.generated.append(known.output)
                 return known.output
-        so_far = known.so_far if known is not None else None
+        so_far = name = None
+        if known is not None:
+            so_far = known.so_far
+            if self._name is not None:
+                name = CallName(*self._name, request, sampling.max_tokens, 0)
         output = await self._servers.generate(
-            request_id, prompt_ids, sampling, sample=self.sample, so_far=so_far, **seen
+            request_id, prompt_ids, sampling, sample=self.sample, so_far=so_far, name=name, **seen
         )
         if known is not None:
             known.output = output

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from verl.experimental.agent_loop.attempts import Attempts
+from verl.experimental.agent_loop.attempts import Attempts, calls_of
 from verl.experimental.agent_loop.batching import to_batch
 from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput
@@ -27,13 +28,14 @@ from verl.utils.user_code import UserCodeError
 from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.config.rollout import AgentConfig
 from verl.workers.rollout.errors import RolloutError
-from verl.workers.rollout.records import SamplingOptions
+from verl.workers.rollout.records import CallName, SamplingOptions, TokenOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 NO_PICTURES: Mapping[str, Any] = {"images": []}
+TAKEN_WITHIN_S = 10.0
 OURS = (AgentLoopError, ConfigError, RayError, RolloutError)
 """Errors in a user's loop that are not errors of its code."""
 
@@ -65,9 +67,10 @@ class AgentLoopWorker:
         loops: Mapping[str, LoopEntry],
         rank: int,
         pictures: PictureProcessor | None = None,
+        takes_over: bool = False,
     ) -> None:
-        """`loops` are the driver's known loops. `pictures`: of a model that sees. Raises ConfigError for an unusable
-        tokenizer."""
+        """`loops` are the driver's known loops. `pictures`: of a model that sees. `takes_over`: a worker of this rank
+        has died. Raises ConfigError for an unusable tokenizer."""
         begin_actor()
         if module := config.actor_rollout_ref.model.external_lib:  # it may register loops, and formats of tool calls
             importlib.import_module(module)
@@ -83,8 +86,19 @@ class AgentLoopWorker:
         self._under_way: dict[Hashable, asyncio.Task[DataProto]] = {}
         """By their samples: batches for training, without seeds."""
 
+        self._left_by: Sequence[Any] = servers if takes_over else ()
+        """Servers that may keep calls of the worker that died."""
+
     async def ready(self) -> None:
-        """Return once the constructor has returned."""
+        """Return once the constructor has returned, and servers have told what a worker that died left with them."""
+        servers, self._left_by = self._left_by, ()
+        kept = await asyncio.gather(*(_taken(server, self._name) for server in servers))
+        for sample, calls in calls_of(itertools.chain(*kept)).items():
+            self._attempts.leave(sample, calls)
+
+    @property
+    def _name(self) -> str:
+        return f"agent-loop-worker-{self._rank}"
 
     async def set_servers(self, servers: Sequence[Any]) -> None:
         """Send requests to `servers` from now on, after a change of replicas."""
@@ -141,7 +155,8 @@ class AgentLoopWorker:
             name: Hashable = (row.get("uid"), index, step, sampling)
             left = self._attempts.take(name)
             done, calls = (left, ()) if isinstance(left, AgentLoopOutput) else (None, left)
-            servers = Recording(self._servers, row.get("uid"), self._seed(step, row, index), calls)
+            known_as = None if validate or row.get("uid") is None else (self._name, name)
+            servers = Recording(self._servers, row.get("uid"), self._seed(step, row, index), calls, known_as)
             servers.sample.taken_over = sum(done.response_mask) if done else 0
             begun[asyncio.create_task(run(row, index, servers, done))] = name, servers
         self._running.append(running)
@@ -157,6 +172,7 @@ class AgentLoopWorker:
         finally:
             self._running.remove(running)
             await _ended(begun)
+        self._tell_complete(begun.values())
         batch = to_batch(
             outputs,
             prompt_length=self._config.data.max_prompt_length,
@@ -173,6 +189,15 @@ class AgentLoopWorker:
             **{name: sum(getattr(servers.sample, name) for _, servers in begun.values()) for name in COUNTS},
         }
         return batch
+
+    def _tell_complete(self, samples: Iterable[tuple[Hashable, Recording]]) -> None:
+        """Servers need not keep their calls any longer. Nobody waits for it."""
+        kept: dict[Any, list[Hashable]] = {}
+        for name, servers in samples:
+            for server in servers.sample.keepers:
+                kept.setdefault(server, []).append(name)
+        for server, names in kept.items():
+            server.forget_calls.remote(self._name, names)
 
     def _may_add_pictures(self, samples: DataProto) -> bool:
         """Whether loops may show pictures to the policy that are not in the data. The same for all batches of one data
@@ -225,6 +250,16 @@ class AgentLoopWorker:
             continue_aborted=rollout.agent.partial_rollout,
             first_server=self._rank,
         )
+
+
+async def _taken(server: Any, owner: str) -> list[tuple[CallName, TokenOutput]]:
+    """What a server keeps for a worker that died; nothing if it does not answer."""
+    try:
+        async with asyncio.timeout(TAKEN_WITHIN_S):
+            taken: list[tuple[CallName, TokenOutput]] = await server.take_calls.remote(owner)
+    except (RayError, TimeoutError):
+        return []
+    return taken
 
 
 async def _ended(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -106,6 +106,21 @@ class SamplingOptions:
             logprobs=False,
             ignore_eos=rollout.ignore_eos,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CallName:
+    """Which answer a call is for. Another agent-loop worker asks for it under the same name if the first one dies."""
+
+    owner: str
+    """The worker's, which the one in its place has, too."""
+    sample: Hashable
+    asked: Hashable
+    """The same for the same prompt and sampling, whatever the response already has."""
+    max_tokens: int
+    """Of the whole response."""
+    start: int
+    """Tokens that the response has already, at the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -30,7 +30,8 @@ from verl.utils.pictures import Picture
 from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec, KeepingEngine, SeeingEngine, TellingEngine, TracedEngine
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
-from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, SamplingOptions, TokenOutput
+from verl.workers.rollout.kept_calls import KeptCalls
+from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, CallName, SamplingOptions, TokenOutput
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class RolloutServer:
         self._cache_asleep = False
         self._changing = asyncio.Lock()
         """Held while weights or memory change; `health` and `pause` do not take it, so they are always answered."""
+        self._calls = KeptCalls()
         self._spans = SpanLog(spec.name)
         """`generating`: at least one request is here, `paused` or not; `loading` a version."""
 
@@ -89,14 +91,23 @@ class RolloutServer:
         request_id: str,
         pictures: Sequence[Picture] = (),
         cache: str | None = None,
+        name: CallName | None = None,
     ) -> TokenOutput:
         """Sample one response to `prompt_ids`, which have the tokens of `pictures`. While paused, or while weights
-        change, the call waits. `cache` is that of an earlier output of the same conversation.
+        change, the call waits. `cache` is that of an earlier output of the same conversation. The answer to a call with
+        a `name` is kept: see `take_calls`.
 
         Raises NoWeights before the first activation, RolloutError for a prompt that does not fit, ReplicaTimeout after
         `rollout.generate_timeout_s`, ReplicaDied when the engine is gone.
         """
-        return await self._loop.run(self._generate(prompt_ids, sampling, request_id, pictures, cache))
+        work = self._generate(prompt_ids, sampling, request_id, pictures, cache)
+        return await self._loop.run(work if name is None else self._kept(work, request_id, name))
+
+    async def _kept(self, work: Coroutine[Any, Any, TokenOutput], request_id: str, name: CallName) -> TokenOutput:
+        with self._calls.during(request_id, name) as keep:
+            output = await work
+            keep(output)
+        return output
 
     async def _generate(
         self,
@@ -153,6 +164,26 @@ class RolloutServer:
             return None
         found = {request_id: self._engine.so_far(request_id, number) for request_id, number in known.items()}
         return {request_id: part.by(self._spec.name) for request_id, part in found.items() if part is not None}
+
+    @ray.method(concurrency_group="generate")
+    async def forget_calls(self, owner: str, samples: Collection[Hashable]) -> None:
+        """A worker has all answers of these samples."""
+        await self._loop.run(self._forget_calls(owner, samples))
+
+    async def _forget_calls(self, owner: str, samples: Collection[Hashable]) -> None:
+        self._calls.forget(owner, samples)
+
+    @ray.method(concurrency_group="generate")
+    async def take_calls(self, owner: str) -> list[tuple[CallName, TokenOutput]]:
+        """The answers of a worker that died, for the one in its place. Those under way end: an engine that tells has
+        their tokens."""
+        return await self._loop.run(self._take_calls(owner))
+
+    async def _take_calls(self, owner: str) -> list[tuple[CallName, TokenOutput]]:
+        def so_far(request_id: str) -> TokenOutput | None:
+            return self._engine.so_far(request_id, 0) if isinstance(self._engine, TellingEngine) else None
+
+        return [(call, output.by(self._spec.name)) for call, output in self._calls.take(owner, so_far)]
 
     async def _end_of_change(self, timeout_s: float) -> None:
         """Until an activation that is under way, if any, is over."""

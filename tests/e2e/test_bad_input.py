@@ -403,6 +403,14 @@ def test_a_model_whose_files_are_not_whole_or_not_of_one_model_is_refused(refuse
     assert [part for part in parts if part not in message] == []
 
 
+@pytest.mark.parametrize("content", [b"{bad", b"\x80", b'{"eos_token_id": "no"}'])
+def test_a_generation_config_that_no_engine_could_read_is_refused(refuse, tiny_model, tmp_path, content):
+    directory = shutil.copytree(tiny_model, tmp_path / "model")
+    (directory / "generation_config.json").write_bytes(content)
+    (message,) = refuse(f"actor_rollout_ref.model.path={directory}")
+    assert message.startswith(f"{directory / 'generation_config.json'} is damaged: ")
+
+
 def test_a_tokenizer_of_another_model_is_refused(refuse, tiny_model, tmp_path):
     directory = shutil.copytree(tiny_model, tmp_path / "tokenizer")
     file = directory / "tokenizer.json"

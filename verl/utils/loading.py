@@ -39,7 +39,7 @@ def read_yaml(path: str, where: str) -> Any:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"{where}={path} cannot be read: {exc.strerror}") from exc
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{where}={path} is not YAML: {' '.join(str(exc).split())}") from exc
 
 

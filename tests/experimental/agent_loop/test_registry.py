@@ -47,11 +47,12 @@ def test_a_yaml_file_adds_loops_with_options_and_takes_precedence(tmp_path):
         ("name: x", "holds a list of entries"),
         ("- {name: x}", "entry 0 lacks 'name' or '_target_'"),
         ("- [", "is not YAML"),
+        (b"\x80", "is not YAML: .*decode byte 0x80"),
     ],
 )
 def test_a_yaml_file_that_cannot_be_used_says_why(tmp_path, content, message):
     path = tmp_path / "loops.yaml"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
         known_loops(str(path))
 

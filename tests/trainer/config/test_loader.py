@@ -124,6 +124,12 @@ def test_an_unknown_key_in_a_yaml_file_is_named_with_its_section(tmp_path):
         load_config(config_path=tmp_path, config_name="bad")
 
 
+def test_a_configuration_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes(b"a: \x80")
+    with pytest.raises(ConfigError, match=r"mine\.yaml cannot be read: .*decode byte 0x80"):
+        load_config(config_path=tmp_path, config_name="mine")
+
+
 def test_a_config_group_of_the_users_own_can_be_chosen(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.yaml").write_text("defaults: [legacy_data, _self_]\ntrain_batch_size: 12\n")

@@ -117,7 +117,7 @@ def compose_tree(
     try:
         with initialize_config_dir(str(directory), job_name=name, version_base="1.3"):
             return compose(name, overrides=[*arguments, f"hydra.searchpath={_hydra_list(search)}"])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as exc:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as exc:
         raise ConfigError("\n".join([*found, _no_such_file(_one_line(exc))])) from exc
 
 
@@ -223,7 +223,7 @@ def _search_path(
     if not given:
         try:
             given = [OmegaConf.select(OmegaConf.load(primary), "hydra.searchpath") or []]
-        except (OSError, yaml.YAMLError, OmegaConfBaseException) as exc:
+        except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as exc:
             raise ConfigError(f"{primary} cannot be read: {_one_line(exc)}") from exc
     for item in given[-1]:
         text = str(item)

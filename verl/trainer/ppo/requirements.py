@@ -41,6 +41,7 @@ from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.fit import differences, require_whole_model
 from verl.workers.hf.precision import names_kept_wide
 from verl.workers.hf.regimes import why_engine_differs
+from verl.workers.rollout.engine import ends_of_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,6 +56,7 @@ def require_model(model: HFModelConfig, directory: Path) -> None:
         require_whole_files(Path(model.tokenizer_path).expanduser(), f"{MODEL_KEY}.tokenizer_path")
     key = f"{MODEL_KEY}.path"
     require_whole_model(directory, key, lambda: load_hf_config(model), remote=model.trust_remote_code)
+    ends_of_files(directory)  # engines read them, later
 
 
 def require_model_of_run(config: PPOConfig, resume_from: Path) -> None:

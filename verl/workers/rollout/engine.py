@@ -131,13 +131,9 @@ class TracedEngine(Protocol):
         """Write the trace."""
 
 
-def eos_token_ids(model: HFModelConfig) -> tuple[int, ...]:
-    """The tokens that end a response: those of the generation config, the model config and the tokenizer.
-
-    Chat models often end a turn with another token than the one in the model config, so the union is taken. Raises
-    ConfigError for a file that is no JSON, or names something else than ids.
-    """
-    directory = Path(model.path)
+def ends_of_files(directory: Path) -> set[int]:
+    """The tokens that end a response by the generation config and the model config in `directory`. Raises ConfigError
+    for a file that is no JSON, or names something else than ids."""
     ids: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         if (directory / file).exists():
@@ -145,6 +141,16 @@ def eos_token_ids(model: HFModelConfig) -> tuple[int, ...]:
                 ids |= _as_set(json.loads((directory / file).read_text()).get("eos_token_id"))
             except (ValueError, TypeError, AttributeError) as exc:
                 raise ConfigError(f"{directory / file} is damaged: {exc}") from exc
+    return ids
+
+
+def eos_token_ids(model: HFModelConfig) -> tuple[int, ...]:
+    """The tokens that end a response: those of the generation config, the model config and the tokenizer.
+
+    Chat models often end a turn with another token than the one in the model config, so the union is taken. Raises
+    ConfigError for a file that is no JSON, or names something else than ids.
+    """
+    ids = ends_of_files(Path(model.path))
     tokenizer_directory = Path(model.tokenizer_path or model.path)
     if (tokenizer_directory / "tokenizer_config.json").exists():
         from transformers import AutoTokenizer

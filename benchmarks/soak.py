@@ -30,6 +30,7 @@ import pandas
 import psutil
 
 from benchmarks.command import parse
+from benchmarks.counted_engine import sampled
 from benchmarks.machine import describe_machine
 from benchmarks.modes import MODES
 from benchmarks.report import table
@@ -73,7 +74,9 @@ QUICK = (
     "trainer.total_training_steps=100000",
     "trainer.max_restarts=100000",
     "actor_rollout_ref.nccl_timeout=10",
-    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.model.external_lib=benchmarks.counted_engine",
+    "actor_rollout_ref.rollout.name=counted",
+    "trainer.test_freq=-1",
     "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.rollout.max_restarts=100000",
     "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -121,6 +124,10 @@ class Tally:
     steps_lost: int = 0
     samples_twice: int = 0
     staleness_below_zero: int = 0
+    sampled: int = 0
+    """Tokens, by engines."""
+    trained: int = 0
+    """Tokens of them."""
     leaks: list[str] = field(default_factory=list)
 
     def text(self) -> str:
@@ -140,7 +147,11 @@ class Tally:
             f"steps lost: {self.steps_lost}; prompts trained on twice: {self.samples_twice}; steps with a negative "
             f"staleness: {self.staleness_below_zero}; left behind: {len(self.leaks)} {' '.join(self.leaks)}".rstrip()
         )
-        return "\n\n".join([table("", COLUMNS, rows), *self._recoveries(), wrong])
+        share = f"tokens: {self.sampled} sampled, {self.trained} trained on"
+        if self.sampled and self.faults:
+            lost = (self.sampled - self.trained) / len(self.faults)
+            share += f" ({self.trained / self.sampled:.1%}; {lost:.0f} per fault were not, or not yet)"
+        return "\n\n".join([table("", COLUMNS, rows), *self._recoveries(), f"{share}\n{wrong}"])
 
     def _recoveries(self) -> list[str]:
         """Medians, and what is left of the whole without the processes and the models: that has a target."""
@@ -162,12 +173,14 @@ class Run:
 
     def __init__(self, directory: Path, mode: str, overrides: Sequence[str]) -> None:
         self.directory, self._metrics = directory, directory / "out/metrics.jsonl"
-        directory.mkdir(parents=True)
+        self.tokens = directory / "tokens"
+        self.tokens.mkdir(parents=True)
         model = make_tiny_model(directory / "model")
         arguments = [
             f"trainer.default_local_dir={directory / 'out'}",
             f"trainer.rollout_data_dir={directory / 'samples'}",
             f"actor_rollout_ref.model.path={model}",
+            f"actor_rollout_ref.rollout.engine_kwargs.counted.directory={self.tokens}",
         ]
         with (directory / "log").open("w") as log:
             self.driver = subprocess.Popen(
@@ -327,11 +340,14 @@ def account_parts(what: str, records: Sequence[Mapping[str, float]], seconds: Se
 
 
 def account(run: Run, tally: Tally) -> None:
-    """Who was trained on twice, by uid; what was newer than its trainer."""
+    """Who was trained on twice, by uid; what was newer than its trainer; tokens."""
     steps: dict[str, set[str]] = {}
     for path in (run.directory / "samples").glob("*.jsonl"):
         for line in path.read_text().splitlines():
-            steps.setdefault(json.loads(line)["uid"], set()).add(path.stem)
+            sample = json.loads(line)
+            steps.setdefault(sample["uid"], set()).add(path.stem)
+            tally.trained += sum(version >= 0 for version in sample.get("versions", ()))
+    tally.sampled += sampled(run.tokens)
     tally.samples_twice += sum(len(of_uid) > 1 for of_uid in steps.values())
     tally.staleness_below_zero += sum(record["training/staleness/min"] < 0 for record in run.records())
 

@@ -21,6 +21,7 @@ class Run:
 
     def __init__(self, directory, processes=None, records=()):
         self.directory = directory
+        self.tokens = directory / "tokens"
         self._records = records
         self._processes = processes or {}
 
@@ -50,11 +51,15 @@ def test_the_table_has_a_row_for_every_kind_of_fault_and_one_for_all():
 def test_a_prompt_of_two_steps_and_a_sample_newer_than_its_trainer_are_counted(tmp_path):
     (tmp_path / "samples").mkdir()
     for step, uids in ((1, "aab"), (2, "bc")):
-        lines = [json.dumps({"uid": uid}) + "\n" for uid in uids]
+        lines = [json.dumps({"uid": uid, "versions": [3, 3, -1]}) + "\n" for uid in uids]
         (tmp_path / f"samples/{step}.jsonl").write_text("".join(lines))
-    tally = Tally()
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens/7").write_bytes(bytes(12))
+    (tmp_path / "tokens/8").write_bytes(bytes(4))  # of an engine that was killed
+    tally = Tally(faults=[("server, killed", 2.0)] * 2)
     account(Run(tmp_path, records=[{"training/staleness/min": 1 - step} for step in (1, 2)]), tally)
     assert (tally.samples_twice, tally.staleness_below_zero) == (1, 1)
+    assert "16 sampled, 10 trained on (62.5%; 3 per fault were not, or not yet)" in tally.text()
 
 
 def test_recoveries_of_trainer_ranks_are_told_by_their_parts_and_steps_without_one_apart():

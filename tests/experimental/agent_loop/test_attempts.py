@@ -62,7 +62,7 @@ def test_what_is_left_is_taken_once():
 
 
 async def test_a_server_keeps_answers_until_their_sample_is_complete_or_its_worker_has_died(monkeypatch):
-    monkeypatch.setattr(kept_calls, "MOST", 3)
+    monkeypatch.setattr(kept_calls, "MOST_TOKENS", 9)
     kept, output = KeptCalls(), said([1, 300, 70_000], log_prob=-0.1)
     for number, one in enumerate([name("one"), name("two"), name("two", owner="other")]):
         with kept.during(str(number), one) as keep:
@@ -78,7 +78,7 @@ async def test_a_server_keeps_answers_until_their_sample_is_complete_or_its_work
     for number in range(5):
         with kept.during(str(number), name(number)) as keep:
             keep(output)
-    assert [one.sample for one, _ in kept.take("worker", {}.get)] == [2, 3, 4]  # not more than MOST
+    assert [one.sample for one, _ in kept.take("worker", {}.get)] == [2, 3, 4]  # three tokens each
 
 
 async def hang(kept, one):

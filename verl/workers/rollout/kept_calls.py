@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from verl.workers.rollout.records import CallName, TokenOutput
 
-MOST = 4096
-"""Answers that are kept, of all workers."""
+MOST_TOKENS = 16 * 2**20
+"""Of the answers that are kept, of all workers: 12 bytes each. The oldest ones go."""
 
 
 @dataclass(slots=True)
@@ -42,15 +42,19 @@ class KeptCalls:
     def __init__(self) -> None:
         self._under_way: dict[str, tuple[CallName, asyncio.Task[object] | None]] = {}
         self._answered: OrderedDict[CallName, _Kept] = OrderedDict()
+        self._tokens = 0
 
     @contextmanager
     def during(self, request_id: str, name: CallName) -> Iterator[Callable[[TokenOutput], None]]:
         """Around a call. What this yields is called with its answer."""
 
         def keep(output: TokenOutput) -> None:
+            if name in self._answered:
+                self._pop(name)
             self._answered[name] = _Kept.of(output)
-            while len(self._answered) > MOST:
-                self._answered.popitem(last=False)
+            self._tokens += len(output.token_ids)
+            while self._tokens > MOST_TOKENS:
+                self._pop(next(iter(self._answered)))
 
         self._under_way[request_id] = name, asyncio.current_task()
         try:
@@ -60,12 +64,13 @@ class KeptCalls:
 
     def forget(self, owner: str, samples: Collection[Hashable]) -> None:
         """These are complete."""
-        for name in [name for name in self._answered if name.owner == owner and name.sample in samples]:
-            del self._answered[name]
+        complete = frozenset(samples)
+        for name in [name for name in self._answered if name.owner == owner and name.sample in complete]:
+            self._pop(name)
 
     def take(self, owner: str, so_far: Callable[[str], TokenOutput | None]) -> list[tuple[CallName, TokenOutput]]:
         """All of a worker that died. Ends the calls that are under way, of which `so_far` says what they have."""
-        taken = [(name, self._answered.pop(name).whole()) for name in list(self._answered) if name.owner == owner]
+        taken = [(name, self._pop(name).whole()) for name in list(self._answered) if name.owner == owner]
         for request_id, (name, task) in list(self._under_way.items()):
             if name.owner != owner:
                 continue
@@ -74,3 +79,8 @@ class KeptCalls:
             if task is not None:
                 task.cancel()
         return taken
+
+    def _pop(self, name: CallName) -> _Kept:
+        kept = self._answered.pop(name)
+        self._tokens -= len(kept.token_ids)
+        return kept

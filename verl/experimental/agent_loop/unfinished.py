@@ -16,7 +16,7 @@ from verl.utils.seeds import derived
 from verl.workers.rollout.errors import RolloutError
 from verl.workers.rollout.records import StopReason, TokenOutput, WeightVersionSpan
 
-TOLD_EVERY_S = 0.5
+TOLD_EVERY_S = 0.2
 """Between two requests for what a server has sampled meanwhile, of all responses at once: so much is lost with it."""
 
 

@@ -154,7 +154,7 @@ def _check(
         config = on_its_device(resolved.config)
         lacking: list[str] = []
         problems = resolved.problems
-        checked = None if known is None or problems or resolved.pictures else known(config)
+        checked = None if known is None or resolved.pictures else known(config)
         if checked is None:
             config, unfit = _adapted(config, adapt)
             problems = [*problems, *unfit, *problems_of(config, lacking)]

@@ -332,8 +332,13 @@ def test_a_batch_that_is_asked_for_once_more_is_generated_once_until_it_is_compl
     one, other = ray.get(asked[:2])
     assert one.batch["responses"].tolist() == other.batch["responses"].tolist()
     assert len(seen(server)["calls"]) == 3
-    ray.get(worker.generate_sequences.remote(batch, 0))
+    batch.meta_info["keep"] = True
+    one, other = (ray.get(worker.generate_sequences.remote(batch, 0)) for _ in range(2))
+    assert one.batch["responses"].tolist() == other.batch["responses"].tolist()
     assert len(seen(server)["calls"]) == 5
+    ray.get(worker.forget.remote(["one"]))
+    ray.get(worker.generate_sequences.remote(batch, 0))
+    assert len(seen(server)["calls"]) == 7
 
 
 def test_of_a_validation_that_failed_nothing_is_taken_as_the_next_one_may_have_other_weights(

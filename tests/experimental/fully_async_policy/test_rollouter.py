@@ -12,7 +12,7 @@ import torch
 
 from verl.experimental.fully_async_policy.message_queue import MessageQueue
 from verl.experimental.fully_async_policy.rollouter import Rollouter
-from verl.experimental.fully_async_policy.state import Anchor, RollouterState, Since
+from verl.experimental.fully_async_policy.state import Anchor, RollouterState, Since, uid_of
 from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.workers.config.async_training import AsyncTrainingConfig
@@ -48,6 +48,10 @@ class AgentLoops:
         self.failing: set[int] = set()
         self.held: asyncio.Event | None = None
         self.held_from = 0
+        self.forgotten: list[str] = []
+
+    async def forget(self, uids):
+        self.forgotten += uids
 
     async def generate_sequences(self, samples, first_index):
         index = first_index // N
@@ -231,6 +235,8 @@ async def test_a_sample_that_fails_ends_the_run_with_its_own_error_and_it_alone_
             await job.rollouter.synced()
     assert sorted(trained) == list(range(PROMPTS))
     assert sorted(job.loops.started) == sorted([*range(PROMPTS), 5])
+    trained_before = [uid_of(RUN, index) for index in trained[: -job.required]]  # the last sync came after these
+    assert set(trained_before) <= set(job.loops.forgotten) <= {uid_of(RUN, index) for index in trained}
 
 
 async def test_a_rollouter_that_is_restored_generates_what_was_in_flight_and_then_what_comes_next():

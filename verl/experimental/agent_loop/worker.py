@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 NO_PICTURES: Mapping[str, Any] = {"images": []}
 TAKEN_WITHIN_S = 10.0
+MOST_KEPT = 256
+"""Complete batches, of one prompt each: the oldest ones go."""
 OURS = (AgentLoopError, ConfigError, RayError, RolloutError)
 """Errors in a user's loop that are not errors of its code."""
 
@@ -83,8 +85,8 @@ class AgentLoopWorker:
         self._servers = self._connect(servers)
         self._running: list[_Running] = []
         self._attempts = Attempts()
-        self._under_way: dict[Hashable, asyncio.Task[DataProto]] = {}
-        """By their samples: batches for training, without seeds."""
+        self._under_way: dict[tuple[Hashable, ...], asyncio.Task[DataProto]] = {}
+        """By their samples: batches for training, without seeds; also complete ones that are to be kept."""
 
         self._left_by: Sequence[Any] = servers if takes_over else ()
         """Servers that may keep calls of the worker that died."""
@@ -118,22 +120,39 @@ class AgentLoopWorker:
         `samples`; `meta_info["metrics"]` has one value per sample, and sums for COUNTS.
 
         If a batch fails, a further call with samples of it, by uid, takes what they have: see `Attempts`. A call for a
-        batch that is under way, because who asked for it died, waits for that.
+        batch that is under way, because who asked for it died, waits for that. With `meta_info["keep"]` a complete one
+        is kept for such a call, until `forget`.
         """
-        names = None if self._config.trainer.full_determinism else _names(samples, first_index)
-        while names in self._under_way and self._under_way[names].cancelling():
-            await asyncio.wait([self._under_way[names]])  # it leaves what it has
-        batch = self._under_way.get(names)
+        names = _names(samples, first_index)
+        if names is None or self._config.trainer.full_determinism:
+            return await self._generate_sequences(samples, first_index)
+        while (batch := self._under_way.get(names)) is not None and batch.cancelling():
+            await asyncio.wait([batch])  # it leaves what it has
+            self._drop(names, batch)
         if batch is None:
-            batch = asyncio.create_task(self._generate_sequences(samples, first_index))
-            if names is not None:
-                self._under_way[names] = batch
-                batch.add_done_callback(lambda _: self._under_way.pop(names))
+            batch = self._under_way[names] = asyncio.create_task(self._generate_sequences(samples, first_index))
         try:
-            return await asyncio.shield(batch)
-        except asyncio.CancelledError:
+            generated = await asyncio.shield(batch)
+        except BaseException:
             await _ended([batch])
+            self._drop(names, batch)
             raise
+        if not samples.meta_info.get("keep", False):
+            self._drop(names, batch)
+        complete = [(names, batch) for names, batch in self._under_way.items() if batch.done()]
+        for kept in complete[:-MOST_KEPT]:
+            self._drop(*kept)
+        return generated
+
+    def _drop(self, names: tuple[Hashable, ...], batch: asyncio.Task[DataProto]) -> None:
+        if self._under_way.get(names) is batch:
+            del self._under_way[names]
+
+    async def forget(self, uids: Collection[str]) -> None:
+        """Drop what is kept of prompts: nobody will ask for them again."""
+        gone = frozenset(uids)
+        for names in [names for names in self._under_way if names[0] in gone]:
+            del self._under_way[names]
 
     async def _generate_sequences(self, samples: DataProto, first_index: int) -> DataProto:
         validate = samples.meta_info["validate"]
@@ -297,8 +316,9 @@ def tokenizer_for_chats(path: str, model: HFModelConfig) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def _names(samples: DataProto, first_index: int) -> Hashable | None:
-    """What no other batch for training has; None for validation, whose uids come again, and without uids."""
+def _names(samples: DataProto, first_index: int) -> tuple[Hashable, ...] | None:
+    """The uids, and what else no other batch for training has; None without uids, and for validation, where they come
+    again."""
     uids = samples.non_tensor_batch.get("uid")
     if uids is None or samples.meta_info["validate"]:
         return None

@@ -200,6 +200,7 @@ class Rollouter:
 
     def _anchor(self, places: Places, counted: set[int]) -> Anchor:
         perhaps = {*places.queued, *places.handed_out}
+        self._forget([prompt for index, prompt in self._handed_over.items() if index not in perhaps])
         self._handed_over = {index: prompt for index, prompt in self._handed_over.items() if index in perhaps}
         self._given = {index: sample for index, sample in self._given.items() if index in perhaps}
         prompts = (*self._in_flight.values(), *self._handed_over.values())
@@ -207,6 +208,15 @@ class Rollouter:
             self._dataloader.state_dict(), self._drawn, prompts, tuple(self._given.values()), self._replaced
         )
         return Anchor(state, frozenset(counted))
+
+    def _forget(self, prompts: Sequence[Prompt]) -> None:
+        """The trainer has them: no rollouter in the place of this one will ask for them again."""
+        by_worker: dict[int, list[str]] = {}
+        for prompt in prompts if self._workers else ():
+            uid = prompt.rows.non_tensor_batch["uid"][0]
+            by_worker.setdefault(prompt.index % len(self._workers), []).append(uid)
+        for number, uids in by_worker.items():
+            self._workers[number].forget.remote(uids)
 
     @property
     def _all_drawn(self) -> bool:
@@ -241,7 +251,8 @@ class Rollouter:
         await asyncio.shield(self._hand_over(sample))  # not given up half way, when another sample fails
 
     async def _ask(self, index: int, rows: DataProto, **how: bool) -> DataProto:
-        samples = DataProto(None, rows.non_tensor_batch, {"validate": False} | how)
+        keep = self._config.actor_rollout_ref.rollout.keep_tokens != "off"
+        samples = DataProto(None, rows.non_tensor_batch, {"validate": False, "keep": keep} | how)
         first, key = index * self._config.actor_rollout_ref.rollout.n, (index, bool(how))
         answer = self._asked.get(key)
         if answer is not None:

@@ -2,7 +2,8 @@
 
 Only the trainer knows which samples it has, only the queue which are finished, only the rollouter which are being
 generated. The `Anchor` of the last sync outlives a rollouter: its replacement starts there, and omits what queue and
-trainer have. If a queue dies, its samples are generated again, and those in flight with them (decision 29).
+trainer have. Agent loops have what it asks for again: responses in flight, and samples that are not known to be with
+the trainer; so they do if a queue dies (decision 29).
 """
 
 from __future__ import annotations

@@ -114,7 +114,14 @@ MISTAKES = [
     ),
     (["critic.strategy=fdsp"], ["critic.strategy='fdsp' is not one of: fsdp2, megatron"]),
     (["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=3"], ["critic.ppo_mini_batch_size=3", "=4"]),
-    (["algorithm.adv_estimator=gae", "critic.model.path=/no/critic"], ["/no/critic", "is not a directory"]),
+    (
+        ["algorithm.adv_estimator=gae", "critic.model.path=/no/critic"],
+        ["critic.model.path='/no/critic' is not a directory"],
+    ),
+    (
+        ["reward_model.enable=true", "reward_model.model.path=/no/rm"],
+        ["reward_model.model.path='/no/rm' is not a directory"],
+    ),
     ([LORA, "actor_rollout_ref.actor.strategy=fsdp"], ["lora_rank=4", "strategy=fsdp2", "not fsdp,"]),
     ([LORA, ADAPTERS], ["lora.merge=false", "rollout.name=hf does not", "rollout.name=vllm"]),
     ([LORA, MEGATRON, "actor_rollout_ref.model.target_modules=.*0.self_attn.q_proj"], ["q_proj of some blocks"]),

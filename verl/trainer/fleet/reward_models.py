@@ -56,7 +56,7 @@ def model_path(config: PPOConfig) -> Path:
     settings = config.reward_model
     if settings.model.path is None:
         raise ConfigError(f"{KEY}.enable=true needs {KEY}.model.path")
-    path = resolve_model_path(settings.model.path)
+    path = resolve_model_path(settings.model.path, key=f"{KEY}.model.path")
     require_whole_files(path, f"{KEY}.model.path")
     return path
 

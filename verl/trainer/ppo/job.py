@@ -160,7 +160,7 @@ def local_critic(
         return None
     critic, model = config.critic, config.critic.model
     if model.path is not None:
-        path = resolve_model_path(model.path)
+        path = resolve_model_path(model.path, key="critic.model.path")
         require_whole_files(path, "critic.model.path")
         tensors = weight_tensors(path, "critic.model.path")
         hf_config = load_hf_config(critic.hf_model(str(policy)).at(path))

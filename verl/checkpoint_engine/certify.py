@@ -324,7 +324,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="naive", metavar="B", help="of the checkpoint engine (default naive)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     served = parser.add_argument_group("a running server")
-    served.add_argument("--server", metavar="URL", help="certify this server of vLLM instead of starting one")
+    served.add_argument("--server", metavar="URL", help="certify this server of vLLM or SGLang instead of starting one")
     served.add_argument("--route", metavar="R", help="how versions reach it: arena, update, disk, checkpoint_engine")
     served.add_argument(
         "--pause-mode", choices=("wait", "abort", "keep"), default="wait", help="of requests in flight (default wait)"

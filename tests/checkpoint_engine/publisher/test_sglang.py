@@ -1,22 +1,18 @@
-"""A `WeightPublisher` and SGLang's own server, which has its Python part on CPU and stand-ins for its kernels."""
+"""SGLang's own server, and what pushes into it or certifies it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,15 +21,22 @@ from benchmarks.free_ports import free_port
 from tests.checkpoint_engine.fakes import Fleet, RecordingReplica, arenas_in, soon
 from tests.checkpoint_engine.gate import passed_on
 from tests.checkpoint_engine.publisher import killed_publisher
+from tests.checkpoint_engine.publisher.served_sglang import ServedSGLang, served_sglang
+from tests.checkpoint_engine.publisher.sglang_faults import set_fault
 from tests.checkpoint_engine.publisher.test_publisher import node_process, nudge
 from tests.checkpoint_engine.stand_in_vllm import stand_in
 from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
-from tests.sglang_on_cpu import NEEDS_SGLANG, PROGRAM
-from tests.weight_sync.greedy import NUM_TOKENS, PROMPTS, hugging_face_tokens
+from tests.sglang_on_cpu import NEEDS_SGLANG
+from tests.weight_sync.greedy import PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.config import CheckpointEngineConfig
-from verl.checkpoint_engine.engines.leftovers import Leftovers, shared_memory_of
+from verl.checkpoint_engine.conformance.command import Options, prompts_of
+from verl.checkpoint_engine.conformance.command import run as certified
+from verl.checkpoint_engine.conformance.oracle import Oracle, changed_version
+from verl.checkpoint_engine.conformance.probes import ProbedSGLang
+from verl.checkpoint_engine.conformance.routes import SGLangDiskRoute
+from verl.checkpoint_engine.conformance.sequence import TOLERANCES, Run
+from verl.checkpoint_engine.conformance.verdicts import Finding
 from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted, TransportError, TransportTimeout
-from verl.checkpoint_engine.parameter_server.http_server import HttpServer
 from verl.checkpoint_engine.publisher import WeightPublisher
 from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
 from verl.checkpoint_engine.publisher.hosts import HERE
@@ -41,46 +44,33 @@ from verl.checkpoint_engine.publisher.reports import PREFIX, ReportsHere
 from verl.checkpoint_engine.publisher.sglang_endpoint import FLAG, LOADER
 from verl.utils.builtin import make_tiny_model
 
-START_S = 600.0
 PAUSES = 3
 """Of a publisher up to its second push: the first one asks beforehand whether the weights fit."""
 ROOT = Path(__file__).parents[3]
-ON_CPU = (
-    "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
-    "--disable-cuda-graph --disable-overlap-schedule --sleep-on-idle --max-total-tokens 4096"
-)
+TOLERANCE = TOLERANCES["float32"]
+FOUND = [
+    ("loads nothing", "not delivered", ""),
+    ("skips model.norm", "partly loaded", "model.norm.weight"),
+    ("skips model.layers.0.self_attn.q_norm", "partly loaded", "model.layers.0.self_attn.q_norm.weight"),
+    ("skips model.layers.1.", "partly loaded", "model.layers.1.self_attn.q_proj.weight"),
+    ("skips model.layers.0.mlp.down_proj", "partly loaded", "model.layers.0.mlp.down_proj.weight"),
+    ("exchanges layers.1.mlp.gate_proj with layers.1.mlp.up_proj", "wrongly loaded", "layers.1.mlp.gate_proj"),
+    ("zeroes model.layers.1.self_attn.v_proj", "wrongly loaded", ""),
+    ("rounds model.layers.0.self_attn.o_proj", "wrongly loaded", ""),
+]
+"""A fault of `sglang_faults`, its name, and a tensor that is named."""
 
 
-class ServedSGLang(HttpServer):
-    def greedy_tokens(self, prompts: Sequence[Sequence[int]] = PROMPTS, count: int = NUM_TOKENS) -> list[list[int]]:
-        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-        bodies = [{"input_ids": list(prompt), "sampling_params": sampling} for prompt in prompts]
-        return [self.call("POST", "/generate", body)["output_ids"] for body in bodies]
+class Unlabelled(SGLangDiskRoute):
+    """Forgets to name the version."""
 
-    @contextmanager
-    def begins_unlike(
-        self, other: Sequence[int], prompt: Sequence[int], count: int
-    ) -> Iterator[Callable[[], list[int]]]:
-        """Yields, once its tokens are not those of `other`, what waits for all of them."""
-        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/generate", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-            answers = _output_ids(answer)
-            next(ids for ids in answers if ids != [*other[: len(ids)]])
-            yield lambda: [*answers][-1]
-
-    def version(self) -> str:
-        found: str = self.call("GET", "/model_info")["weight_version"]
-        return found
+    UPDATE = {"load_format": "auto", "weight_version": None}
 
 
-def _output_ids(answer: Iterable[bytes]) -> Iterator[list[int]]:
-    """So far, in each part of a stream."""
-    for line in answer:
-        if line.startswith(b"data: {"):
-            yield json.loads(line.removeprefix(b"data: "))["output_ids"]
+class Unflushed(SGLangDiskRoute):
+    """Forgets to empty the prefix cache."""
+
+    UPDATE = {"load_format": "auto", "flush_cache": False}
 
 
 @pytest.fixture(scope="module")
@@ -90,43 +80,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedSGLang]:
-    port, log = free_port(), tmp_path_factory.mktemp("sglang") / "log"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", directory, "--skip-tokenizer-init"]
-    command += ["--load-format", "dummy", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
-    command += [*ON_CPU.split(), *FLAG.split()]
-    environment = os.environ | PROGRAM | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    kept = Leftovers()
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=file, env=environment | kept.environment, start_new_session=True
-        )
-    served = ServedSGLang(f"http://127.0.0.1:{port}", timeout_s=300)
-    leftovers: set[Path] = set()
-    try:
-        deadline = time.monotonic() + START_S
-        while not _is_there(served):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.5)
-        leftovers = shared_memory_of(process.pid)
+    with served_sglang(directory, tmp_path_factory.mktemp("sglang") / "log") as served:
         yield served
-    finally:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=60)
-        for one in alive:
-            one.kill()
-        process.wait()
-        for path in leftovers:
-            path.unlink(missing_ok=True)
-        kept.remove()
-
-
-def _is_there(served: ServedSGLang) -> bool:
-    try:
-        return served.call("GET", "/model_info", timeout_s=60) is not None
-    except Exception:  # noqa: BLE001 - not yet
-        return False
 
 
 @NEEDS_SGLANG
@@ -383,6 +338,61 @@ class MisleadingPublisher(WeightPublisher):
         activate = replica.activate
         replica.activate = lambda path, version: activate((version > 1 and self.misleads) or path, version)
         return replica
+
+
+@NEEDS_SGLANG
+@pytest.mark.sglang
+class TestCertified:
+    VERSIONS = itertools.count(100, 2)
+    """Of one server: prompts that are asked after an update depend on its number."""
+
+    @pytest.fixture(scope="class")
+    def versions(self, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
+        other = tmp_path_factory.mktemp("versions") / "B"
+        oracle, _ = changed_version(directory, other, prompts_of(250, 40), "float32", TOLERANCE, lambda _: None)
+        return oracle, other
+
+    @pytest.fixture
+    def found(
+        self, server: ServedSGLang, directory: Path, versions: tuple[Oracle, Path]
+    ) -> Iterator[Callable[..., list[Finding]]]:
+        """The faults of an update from A to B with a fault in SGLang's ranks, or over another route."""
+        oracle, other = versions
+
+        def update(fault: str = "", over: type[SGLangDiskRoute] = SGLangDiskRoute) -> list[Finding]:
+            run = Run(
+                version=next(self.VERSIONS),
+                server=ProbedSGLang(server.url, timeout_s=300),
+                route=SGLangDiskRoute(server.url, timeout_s=300, pause_mode="wait"),
+                oracle=oracle,
+                directories=(directory, other),
+                tolerance=TOLERANCE,
+                timeout_s=300,
+            )
+            assert run.warm("A", in_flight=False).findings == []
+            run.route = over(server.url, timeout_s=300, pause_mode="wait")
+            set_fault(server, fault)
+            return run.warm("B").findings
+
+        yield update
+        set_fault(server, "")
+
+    @pytest.mark.parametrize("route", ["disk", "arena"])
+    def test_a_sound_server_is_certified(self, route: str, server: ServedSGLang, directory: Path, tmp_path: Path):
+        options = Options(server=server.url, model=directory, route=route, dtype="float32", pause_mode="abort")
+        report = certified(options, tmp_path, tell=lambda _: None)
+        assert (report.findings, report.unseen, report.cache) == ([], [], "hit")
+
+    @pytest.mark.parametrize(("fault", "name", "tensor"), FOUND)
+    def test_a_fault_of_its_loader_is_named(
+        self, fault: str, name: str, tensor: str, found: Callable[..., list[Finding]]
+    ):
+        (finding, *_) = found(fault)
+        assert (finding.fault, tensor in "".join(finding.tensors)) == (name, True)
+
+    def test_a_version_under_another_label_and_a_cache_that_stays_are_named(self, found: Callable[..., list[Finding]]):
+        assert [finding.fault for finding in found(over=Unlabelled)] == ["wrong label"]
+        assert [finding.fault for finding in found(over=Unflushed)] == ["stale cache"]
 
 
 def fails_at(step: str) -> Callable[[str], None]:

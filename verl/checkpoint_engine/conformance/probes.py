@@ -43,7 +43,7 @@ class Probed(Protocol):
 
     def dtype(self) -> str | None: ...
     def cache_hits(self) -> float | None:
-        """Tokens read from the prefix cache since the start; None if the server does not count them."""
+        """Tokens read from the prefix cache so far; None if the server does not count them."""
         ...
 
     def digests(self) -> dict[str, str]:
@@ -121,4 +121,61 @@ class ProbedVLLM:
         with suppress(CheckpointEngineError, KeyError, TypeError):
             found: dict[str, str] = self._http.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
             return {name.rpartition(":")[2]: digest for name, digest in found.items()}
+        return {}
+
+
+class ProbedSGLang:
+    """A server of SGLang: `sglang.launch_server`."""
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        """Raises ConfigError."""
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self.url = self._http.url
+        try:
+            about = self._http.call("GET", "/server_info")
+            self.engine = f"SGLang {about['version']}"
+            self._dtype = str(about["dtype"])
+            self._longest = int(self._http.call("GET", "/v1/models")["data"][0]["max_model_len"] or 0)
+        except (KeyError, TypeError, Refused) as exc:
+            raise ConfigError(f"the server at {url} is not SGLang 0.5: {exc}") from exc
+        self._hits = 0
+
+    def _generate(self, prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+        answer: dict[str, Any] = self._http.call("POST", "/generate", body | more)
+        self._hits += int(answer["meta_info"].get("cached_tokens") or 0)
+        return answer
+
+    def log_probs(self, prompt: Sequence[int]) -> list[float]:
+        places = self._generate(prompt, 1, logprob_start_len=0)["meta_info"]["input_token_logprobs"]
+        return [float(log_prob) for log_prob, *_ in places[1:]]
+
+    def continued(self, prompt: Sequence[int], num_tokens: int) -> Answer:
+        found = self._generate(prompt, num_tokens)
+        about = found["meta_info"]
+        return Answer(
+            prompt=prompt,
+            tokens=found.get("output_ids") or [],
+            log_probs=[float(log_prob) for log_prob, *_ in about.get("output_token_logprobs") or ()],
+            aborted=(about.get("finish_reason") or {}).get("type") not in ("length", "stop"),
+        )
+
+    def label(self) -> str | None:
+        found: str = self._http.call("GET", "/model_info")["weight_version"]
+        return found
+
+    def longest(self) -> int:
+        return self._longest
+
+    def dtype(self) -> str | None:
+        return self._dtype if self._dtype != "auto" else None
+
+    def cache_hits(self) -> float | None:
+        return float(self._hits)
+
+    def digests(self) -> dict[str, str]:
+        with suppress(CheckpointEngineError, KeyError, TypeError, IndexError):
+            found: dict[str, str] = self._http.call("POST", "/weights_checker", {})["ranks"][0]["checksums"]
+            return found
         return {}

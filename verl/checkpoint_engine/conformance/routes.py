@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..parameter_server.checkpoint_directory import checkpoint_files
@@ -69,6 +69,39 @@ class DiskRoute:
         """Nothing stays."""
 
 
+class SGLangDiskRoute:
+    """SGLang's own `update_weights_from_disk` of a directory, which the server's host must have. It waits for requests
+    itself, unless `pause_mode` has it pause first."""
+
+    labels = True
+    MODES: ClassVar[dict[str, str]] = {"abort": "abort", "keep": "retract"}
+    """SGLang's names of the modes in which it is paused first."""
+    UPDATE: ClassVar[dict[str, Any]] = {"load_format": "auto"}
+    """A server that was started with dummy weights would load dummies again."""
+
+    def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self._pause_mode = pause_mode
+
+    def check(self) -> None:
+        """Every server has this route."""
+
+    def push(self, directory: Path, version: int) -> str:
+        call, mode = self._http.call, self.MODES.get(self._pause_mode)
+        if mode is not None:
+            call("POST", "/pause_generation", {"mode": mode})
+        try:
+            update = {"model_path": str(directory), "weight_version": str(version)} | self.UPDATE
+            call("POST", "/update_weights_from_disk", update)
+        finally:
+            if mode is not None:
+                call("POST", "/continue_generation", {})
+        return str(version)
+
+    def close(self) -> None:
+        """Nothing stays."""
+
+
 class ArenaRoute:
     """This project's publisher: shared memory, verified, all or nothing; each load compares the engine's tensors."""
 
@@ -105,6 +138,22 @@ class ArenaRoute:
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+
+class SGLangArenaRoute(ArenaRoute):
+    """The same into SGLang, whose ranks must have our loader."""
+
+    def check(self) -> None:
+        from ..engines.sglang.orders import LOADER
+
+        if self._config["pause_mode"] == "wait":
+            raise ConfigError("SGLang does not pause when its requests have ended: --pause-mode abort, or keep")
+
+        about = HttpServer(self._url, timeout_s=self._timeout_s).call("GET", "/server_info")
+        if LOADER not in (about.get("custom_weight_loader") or ()):
+            raise ConfigError(
+                f"the SGLang at {self._url} cannot take it: start it with --custom-weight-loader {LOADER}"
+            )
 
 
 class UpdateRoute:
@@ -192,6 +241,7 @@ ROUTES: dict[str, Callable[..., Route]] = {
     "disk": DiskRoute,
     "checkpoint_engine": CheckpointEngineRoute,
 }
+SGLANG_ROUTES: dict[str, Callable[..., Route]] = {"arena": SGLangArenaRoute, "disk": SGLangDiskRoute}
 NEED_DEVICES = {
     "ipc": "vLLM's IPC engine passes handles of CUDA memory",
     "nccl": "vLLM's NCCL engine needs CUDA devices on both sides",
@@ -204,13 +254,21 @@ NEED_DEVICES = {
 """Routes that cannot run without a device, and why."""
 
 
-def route_of(name: str, url: str, *, timeout_s: float, pause_mode: str) -> Route:
+def require_route(name: str) -> None:
     """Raises ConfigError for an unknown route, BackendUnavailable for one that needs a device."""
     if name in NEED_DEVICES:
         raise BackendUnavailable(f"--route {name} is skipped: {NEED_DEVICES[name]}")
     if name not in ROUTES:
         raise ConfigError(f"--route {name} is unknown: {', '.join([*ROUTES, *NEED_DEVICES])}")
-    return ROUTES[name](url, timeout_s=timeout_s, pause_mode=pause_mode)
+
+
+def route_of(name: str, url: str, *, timeout_s: float, pause_mode: str, sglang: bool = False) -> Route:
+    """`sglang`: the server is one of SGLang, else of vLLM. Raises what `require_route` does."""
+    require_route(name)
+    routes = SGLANG_ROUTES if sglang else ROUTES
+    if name not in routes:
+        raise ConfigError(f"--route {name} is vLLM's: SGLang has {', '.join(routes)}")
+    return routes[name](url, timeout_s=timeout_s, pause_mode=pause_mode)
 
 
 class Pushed:

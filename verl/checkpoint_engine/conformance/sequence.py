@@ -154,7 +154,7 @@ class Run:
         if reported is not None and reported != label:
             text = f"the server reports {reported!r} after it answered that it serves {label!r}"
             step.findings.append(Finding(fault="wrong label", text=text))
-        fresh = [self.server.continued(prompt[::-1], NUM_TOKENS) for prompt in self.oracle.prompts[:2]]
+        fresh = [self.server.continued(self._unknown(prompt), NUM_TOKENS) for prompt in self.oracle.prompts[:2]]
         known = [self.server.continued(self._long, NUM_TOKENS)] if self._long else []
         if is_new:
             step.tokens += sum(len(answer.tokens) for answer in (*fresh, *known))
@@ -166,6 +166,12 @@ class Run:
                 text = f"a prompt of {len(self._long)} tokens that was answered before the update goes on differently"
                 step.findings.append(Finding(fault="stale cache", text=text, prompt=self._long))
         self._look_at(step, flown, target, label)
+
+    def _unknown(self, prompt: Sequence[int]) -> Sequence[int]:
+        """The tokens of `prompt` in an order that no earlier update asked for: nothing is in a cache, be a block of it
+        one token."""
+        at = self.version % len(prompt)
+        return [*prompt[at:], *prompt[:at]][::-1]
 
     def _named(self, found: LogProbs, target: int, before: dict[str, str]) -> Finding:
         """Which fault gives these log-probs."""

@@ -250,6 +250,17 @@ def test_the_page_of_a_long_run_stays_small(tmp_path: Path):
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
 
 
+def test_of_thousands_of_syncs_the_newest_the_slowest_and_those_with_trouble_are_told_whole(tmp_path: Path):
+    reports = [sync_report(version, float(version), replicas_updated=["replica-0"]) for version in range(2000)]
+    reports[3] = sync_report(3, 3.0, outcome="aborted", error="a node was lost")
+    reports[4] = replace(reports[4], total_s=1e6)
+    syncs = report_data(RunFiles(directory=tmp_path, metrics=[], reports=reports, spans=[]), [])["syncs"]
+    assert ["serve it" in dict(syncs[version]["facts"]) for version in (4, 1999)] == [True, True]
+    assert dict(syncs[3]["facts"])["error"] == "a node was lost"
+    assert syncs[5]["facts"] == [("all there is to say", "line 6 of sync_reports.jsonl")]
+    assert len(syncs) == 2000
+
+
 def test_a_run_of_which_only_reports_are_left_is_shown(tmp_path: Path):
     run = RunFiles(directory=tmp_path, metrics=[], reports=[sync_report(1, 5.0)], spans=[])
     data = report_data(run, [])

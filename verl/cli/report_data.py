@@ -50,6 +50,8 @@ PARTS = (
 """Parts of a step: name, phases of `timing_s/` that it sums, colour on the page."""
 MOST_TRACKS = 32
 """The most tracks of a group: there may be hundreds of trainer ranks and nodes."""
+MOST_TOLD = 500
+"""The most syncs, of the newest and of the slowest each, whose details are on the page."""
 MEMORY = {"host_peak_gb": "", "device_peak_gb": ", device"}
 """By metric of memory that is drawn: the name of its chart after the role."""
 
@@ -79,7 +81,7 @@ def report_data(run: RunFiles, samples: Sequence[Mapping[str, Any]]) -> dict[str
         "breakdown": _breakdown(run.metrics),
         **_tracks(drawn),
         "incidents": [asdict(one) for one in found],
-        "syncs": [_sync(report, drawn.began_s) for report in run.reports],
+        "syncs": list(_syncs(run.reports, drawn.began_s)),
         "samples": list(samples),
     }
 
@@ -301,7 +303,18 @@ def _slowest(told: PhaseReport) -> str:
     return f"{named}; median {_seconds(told.median_s)}" if told.members > 1 else named
 
 
-def _sync(report: SyncReport, began_s: float) -> dict[str, Any]:
+def _syncs(reports: Sequence[SyncReport], began_s: float) -> Iterator[dict[str, Any]]:
+    """All of them. Of a long run all there is to say stands beside the newest, the slowest, and those with trouble."""
+    told = {id(report) for report in reports[-MOST_TOLD:]}
+    told |= {id(report) for report in sorted(reports, key=lambda report: report.total_s)[-MOST_TOLD:]}
+    for number, report in enumerate(reports, 1):
+        trouble = report.outcome != "committed" or report.retries or report.error
+        elsewhere = [("all there is to say", f"line {number} of sync_reports.jsonl")]
+        facts = _facts(report) if trouble or id(report) in told else elsewhere
+        yield _sync(report, began_s) | {"facts": facts}
+
+
+def _facts(report: SyncReport) -> list[tuple[str, str]]:
     facts = [(f"{phase}: slowest of {told.members}", _slowest(told)) for phase, told in report.members.items()]
     facts += [
         (
@@ -325,6 +338,10 @@ def _sync(report: SyncReport, began_s: float) -> dict[str, Any]:
         facts.append(("deltas", report.delta.summary))
     if report.error:
         facts.append(("error", report.error))
+    return facts
+
+
+def _sync(report: SyncReport, began_s: float) -> dict[str, Any]:
     return {
         "version": report.version,
         "backend": report.backend,
@@ -340,5 +357,4 @@ def _sync(report: SyncReport, began_s: float) -> dict[str, Any]:
         "paused_s": max(report.paused_s.values(), default=0.0),
         "retries": report.retries,
         "slowest": slowest_of(report),
-        "facts": facts,
     }

@@ -43,6 +43,8 @@ def test_states_are_the_first_two_of_one_shape_and_positions_are_none():
         (["--top-k", "0"], "--top-k must be 1 or more"),
         (["--tolerance", "nan"], "--tolerance must be 0 or more"),
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be 1 or more"),
+        (["--engine", "sglang", "--exact"], "--exact needs --engine vllm"),
+        (["--engine", "sglang", "--tensor-parallel-size", "2"], "an engine of one rank"),
         (["--json", "/nowhere/found.json"], "there is no directory /nowhere"),
         (["--data", "/nowhere.jsonl"], "--data /nowhere.jsonl"),
     ],

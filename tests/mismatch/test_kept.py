@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from verl.mismatch.command import main
 from verl.mismatch.kept import kept_step
 from verl.trainer.config.record import CONFIG_FILE
 from verl.utils.config import ConfigError
@@ -57,6 +58,14 @@ def test_the_worst_sequence_comes_first_and_once_with_what_a_trainer_of_the_same
     assert kept.trainer_log_probs == [[-1.0, -2.0], None]
     (run / "mismatch" / "3.jsonl").unlink()
     assert kept_step(run, 2).trainer_log_probs == [None, None], "those of other weights say nothing"
+
+
+def test_an_engine_of_another_kind_is_named_and_not_replaced_quietly(run, capsys):
+    sample(run, 3, [2])
+    config = (run / CONFIG_FILE).read_text()
+    (run / CONFIG_FILE).write_text(config.replace("sglang", "hf"))
+    assert main([str(run), "--step", "2"]) == 2
+    assert "rollout.name=hf: name --engine vllm or sglang" in capsys.readouterr().err
 
 
 def test_a_step_without_weights_says_which_there_are(run):

@@ -54,6 +54,9 @@ def test_an_answer_that_drips_ends_in_time(first: bytes):
         (503, b"busy", "busy"),
         (401, b'{"error": "Unauthorized"}', "Unauthorized .it asks for a key, and none is sent"),
         (403, b"", "Forbidden .it asks for a key"),
+        (500, b"Call to load method failed: it's too long", r"\] it's too long$"),
+        (500, b"Worker failed with error 'it's too long', please check the logs", r"\] it's too long$"),
+        (500, b"Call to f method failed: Worker failed with error 'no', please check the logs", r"\] no$"),
     ],
 )
 def test_an_error_is_one_whatever_its_status_is(status: int, body: bytes, message: str):

@@ -22,10 +22,11 @@ MOST_NBYTES = 2**24
 """The most bytes of an answer, which has a few words or numbers."""
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
 """OpenSSL's errors for an answer without TLS."""
-_OF_WORKER = re.compile(
-    r"Worker failed with error '(?P<worker>.*)', please check|Call to \w+ method failed: (?P<core>.*)", re.DOTALL
+_WRAPPED = (
+    re.compile(r"Call to \w+ method failed: (.*)", re.DOTALL),
+    re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL),
 )
-"""How vLLM tells the error of a worker that is a process, and of one in the process of the engine core."""
+"""How vLLM's engine core tells an error, and in that the error of a worker that is a process of its own."""
 
 
 class Refused(ActivationError):
@@ -186,5 +187,7 @@ def _message(body: bytes) -> str:
         while isinstance(found, dict):
             found = next((found[key] for key in ("error", "message", "detail") if key in found), str(found))
         text = str(found)
-    of_worker = _OF_WORKER.search(text)
-    return of_worker["worker"] or of_worker["core"] if of_worker else text
+    for wrapped in _WRAPPED:
+        if (within := wrapped.search(text)) is not None:
+            text = within[1]
+    return text

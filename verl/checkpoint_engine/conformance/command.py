@@ -18,7 +18,7 @@ from .faults import CALLS, FaultRun, require_process
 from .oracle import MARGIN, changed_version, configured_dtype, has_experts, vocabulary
 from .probes import Probed, ProbedSGLang, ProbedVLLM
 from .report import as_json, as_text, told, write_html, write_junit
-from .routes import require_route, route_of
+from .routes import Route, require_route, route_of
 from .sequence import NUM_PROBES, PROBE_TOKENS, TOLERANCES, Run, certify
 from .verdicts import Report
 
@@ -50,17 +50,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
     """
     if options.worker_pid is not None:
         require_process(options.worker_pid)
-    require_route(options.route)
-    sglang = is_sglang(options.server)
-    if sglang and options.faults:
-        raise ConfigError("--faults is for servers of vLLM: its faults are put into vLLM's calls")
-    route = route_of(
-        options.route, options.server, timeout_s=options.timeout_s, pause_mode=options.pause_mode, sglang=sglang
-    )
-    longest_s = CALLS * options.deadline_s if options.faults else options.timeout_s
-    probed = ProbedSGLang if sglang else ProbedVLLM
-    server: Probed = probed(options.server, timeout_s=min(options.timeout_s, longest_s))
-    route.check()
+    server, route = _reached(options)
     dtype = options.dtype if options.dtype != "auto" else server.dtype() or configured_dtype(options.model)
     if dtype not in TOLERANCES:
         raise ConfigError(f"the server computes in {dtype}: {', '.join(TOLERANCES)} have an oracle")
@@ -125,6 +115,22 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         whole.close()
     report.cache = whole.cache
     return report
+
+
+def _reached(options: Options) -> tuple[Probed, Route]:
+    """The server, and the way to it, which it has. Raises what `run` does."""
+    require_route(options.route)
+    sglang = is_sglang(options.server)
+    if sglang and options.faults:
+        raise ConfigError("--faults is for servers of vLLM: its faults are put into vLLM's calls")
+    route = route_of(
+        options.route, options.server, timeout_s=options.timeout_s, pause_mode=options.pause_mode, sglang=sglang
+    )
+    longest_s = CALLS * options.deadline_s if options.faults else options.timeout_s
+    probed = ProbedSGLang if sglang else ProbedVLLM
+    server: Probed = probed(options.server, timeout_s=min(options.timeout_s, longest_s))
+    route.check()
+    return server, route
 
 
 def prompts_of(vocab: int, length: int) -> list[list[int]]:

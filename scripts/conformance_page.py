@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from verl.checkpoint_engine.conformance.contract import INJECTED, PHASES, PROMISES, STATES, Fault  # noqa: E402
-from verl.checkpoint_engine.conformance.routes import NEED_DEVICES, ROUTES  # noqa: E402
+from verl.checkpoint_engine.conformance.routes import NEED_DEVICES, ROUTES, SGLANG_ROUTES  # noqa: E402
 from verl.checkpoint_engine.conformance.verdicts import FAULTS  # noqa: E402
 
 PAGE = REPOSITORY / "docs" / "conformance.md"
@@ -67,10 +67,10 @@ verl-sync certify --server http://127.0.0.1:8000 --model DIR --route disk --juni
 The server must serve `DIR`. On its host it must be able to read the temporary directory (`$TMPDIR`). Use a server
 without users: it gets other weights, and at the end, also after Ctrl-C, those of `DIR`.
 
-SGLang is recognised by its answers. `--route disk` is its `update_weights_from_disk`, for which it needs no flag.
-`--route arena` needs `--custom-weight-loader verl.checkpoint_engine.engines.sglang.loader.load`, and `--pause-mode
-abort` or `keep`. SGLang 0.5.23 was certified over both (`qwen3`, float32, CPU), and ten faults seeded in its ranks and
-routes were named. `--faults` is for vLLM alone.
+SGLang is recognised by its answers. It needs a flag for `arena` alone: `--custom-weight-loader
+verl.checkpoint_engine.engines.sglang.loader.load`. Each route but `disk` needs `--pause-mode abort` or `keep`. SGLang
+0.5.23 was certified over all four (`qwen3`, float32, CPU), and 16 faults seeded in its ranks and routes were named.
+`--faults` is for vLLM alone.
 
 ## What is compared
 
@@ -294,9 +294,8 @@ def rendered() -> str:
     lines = ["| class | meaning | a public thread of this kind |", "|---|---|---|"]
     lines += [f"| {name} | {meaning} | {_link(thread)} |" for name, (meaning, thread) in FAULTS.items()]
     lines += ["", "## Routes", "", "| route | what |", "|---|---|"]
-    for name, route in ROUTES.items():
-        about = " ".join((route.__doc__ or "").split()).partition(". ")[0].removesuffix(".")
-        lines.append(f"| `{name}` | {about} |")
+    lines += [f"| `{name}` | {about(route)} |" for name, route in ROUTES.items()]
+    lines += [f"| `{name}`, SGLang | {about(route)} |" for name, route in SGLANG_ROUTES.items()]
     lines += [f"| `{name}` | skipped: {reason} |" for name, reason in NEED_DEVICES.items()]
     lines += ["", "## Faults of 2026 that cannot happen here", ""]
     lines += ["| elsewhere | thread | here | test |", "|---|---|---|---|"]
@@ -304,6 +303,11 @@ def rendered() -> str:
         f"| {what} | {_link(thread)} | {instead} | `{name}` |" for what, (thread, instead, _, name) in CANNOT.items()
     ]
     return HEAD + "\n".join(lines) + "\n" + contract() + FOUND
+
+
+def about(route: object) -> str:
+    """The first sentence of its docstring."""
+    return " ".join((route.__doc__ or "").split()).partition(". ")[0].removesuffix(".")
 
 
 def _link(thread: str) -> str:

@@ -325,7 +325,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     served = parser.add_argument_group("a running server")
     served.add_argument("--server", metavar="URL", help="certify this server of vLLM or SGLang instead of starting one")
-    served.add_argument("--route", metavar="R", help="how versions reach it: arena, update, disk, checkpoint_engine")
+    served.add_argument(
+        "--route",
+        metavar="R",
+        help="how versions reach it: arena, disk; vLLM: update, checkpoint_engine; SGLang: tensor, distributed",
+    )
     served.add_argument(
         "--pause-mode", choices=("wait", "abort", "keep"), default="wait", help="of requests in flight (default wait)"
     )
@@ -413,7 +417,9 @@ def _certify_server(options: argparse.Namespace) -> int:
     from .conformance.command import main as certify_server
 
     if options.route is None:
-        raise ConfigError("--server needs --route: arena, update, disk or checkpoint_engine")
+        raise ConfigError(
+            "--server needs --route R: arena, disk; vLLM: update, checkpoint_engine; SGLang: tensor, distributed"
+        )
     if options.timeout_seconds <= 0:
         raise ConfigError(f"--timeout-seconds must be more than 0, not {options.timeout_seconds:g}")
     if options.deadline_seconds <= 0:

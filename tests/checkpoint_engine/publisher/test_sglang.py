@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,25 +21,21 @@ from tests.checkpoint_engine.gate import passed_on
 from tests.checkpoint_engine.publisher import killed_publisher
 from tests.checkpoint_engine.publisher.served_sglang import ServedSGLang, served_sglang
 from tests.checkpoint_engine.publisher.sglang_faults import set_fault
+from tests.checkpoint_engine.publisher.sglang_wrong_routes import OVER, Unflushed, Unlabelled
 from tests.checkpoint_engine.publisher.test_publisher import node_process, nudge
-from tests.checkpoint_engine.stand_in_vllm import stand_in
-from tests.checkpoint_engine.test_update import answering, server_that_answers  # noqa: F401 - a fixture
 from tests.sglang_on_cpu import NEEDS_SGLANG
 from tests.weight_sync.greedy import PROMPTS, hugging_face_tokens
-from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.conformance.command import Options, prompts_of
 from verl.checkpoint_engine.conformance.command import run as certified
 from verl.checkpoint_engine.conformance.oracle import Oracle, changed_version
 from verl.checkpoint_engine.conformance.probes import ProbedSGLang
-from verl.checkpoint_engine.conformance.routes import SGLangDiskRoute
+from verl.checkpoint_engine.conformance.routes import SGLANG_ROUTES, Route
 from verl.checkpoint_engine.conformance.sequence import TOLERANCES, Run
+from verl.checkpoint_engine.conformance.sglang_routes import SGLangDiskRoute
 from verl.checkpoint_engine.conformance.verdicts import Finding
-from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted, TransportError, TransportTimeout
+from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted, TransportTimeout
 from verl.checkpoint_engine.publisher import WeightPublisher
-from verl.checkpoint_engine.publisher.endpoint_replica import EndpointReplica
-from verl.checkpoint_engine.publisher.hosts import HERE
-from verl.checkpoint_engine.publisher.reports import PREFIX, ReportsHere
-from verl.checkpoint_engine.publisher.sglang_endpoint import FLAG, LOADER
+from verl.checkpoint_engine.publisher.reports import PREFIX
 from verl.utils.builtin import make_tiny_model
 
 PAUSES = 3
@@ -59,18 +53,6 @@ FOUND = [
     ("rounds model.layers.0.self_attn.o_proj", "wrongly loaded", ""),
 ]
 """A fault of `sglang_faults`, its name, and a tensor that is named."""
-
-
-class Unlabelled(SGLangDiskRoute):
-    """Forgets to name the version."""
-
-    UPDATE = {"load_format": "auto", "weight_version": None}
-
-
-class Unflushed(SGLangDiskRoute):
-    """Forgets to empty the prefix cache."""
-
-    UPDATE = {"load_format": "auto", "flush_cache": False}
 
 
 @pytest.fixture(scope="module")
@@ -359,25 +341,25 @@ class TestCertified:
         """The faults of an update from A to B with a fault in SGLang's ranks, or over another route."""
         oracle, other = versions
 
-        def update(fault: str = "", over: type[SGLangDiskRoute] = SGLangDiskRoute) -> list[Finding]:
+        def update(fault: str = "", over: Callable[..., Route] = SGLangDiskRoute) -> list[Finding]:
             run = Run(
                 version=next(self.VERSIONS),
                 server=ProbedSGLang(server.url, timeout_s=300),
-                route=SGLangDiskRoute(server.url, timeout_s=300, pause_mode="wait"),
+                route=SGLangDiskRoute(server.url, timeout_s=300, pause_mode="abort"),
                 oracle=oracle,
                 directories=(directory, other),
                 tolerance=TOLERANCE,
                 timeout_s=300,
             )
             assert run.warm("A", in_flight=False).findings == []
-            run.route = over(server.url, timeout_s=300, pause_mode="wait")
+            run.route = over(server.url, timeout_s=300, pause_mode="abort")
             set_fault(server, fault)
             return run.warm("B").findings
 
         yield update
         set_fault(server, "")
 
-    @pytest.mark.parametrize("route", ["disk", "arena"])
+    @pytest.mark.parametrize("route", SGLANG_ROUTES)
     def test_a_sound_server_is_certified(self, route: str, server: ServedSGLang, directory: Path, tmp_path: Path):
         options = Options(server=server.url, model=directory, route=route, dtype="float32", pause_mode="abort")
         report = certified(options, tmp_path, tell=lambda _: None)
@@ -394,6 +376,12 @@ class TestCertified:
         assert [finding.fault for finding in found(over=Unlabelled)] == ["wrong label"]
         assert [finding.fault for finding in found(over=Unflushed)] == ["stale cache"]
 
+    @pytest.mark.parametrize(("over", "fault", "name"), OVER)
+    def test_a_fault_of_a_load_in_chunks_is_named(
+        self, over: Callable[..., Route], fault: str, name: str, found: Callable[..., list[Finding]]
+    ):
+        assert [finding.fault for finding in found(fault, over)] == [name]
+
 
 def fails_at(step: str) -> Callable[[str], None]:
     """Once."""
@@ -405,75 +393,3 @@ def fails_at(step: str) -> Callable[[str], None]:
             raise ActivationError("told to fail")
 
     return fail
-
-
-ABOUT = {"custom_weight_loader": [LOADER], "tp_size": 1, "dp_size": 1, "pp_size": 1}
-
-
-@pytest.mark.parametrize(
-    ("about", "config", "message"),
-    [
-        ({"custom_weight_loader": []}, {}, f"cannot take our weights: start it with {FLAG}"),
-        ({"tp_size": None}, {}, "does not report its number of ranks"),
-        ({"dp_size": 2}, {}, "runs with dp_size=2, and needs 1"),
-        ({"enable_lora": True}, {}, "serves LoRA adapters, .* start it without --enable-lora"),
-        ({"enable_lora": None, "lora_paths": ["one=/models/one"]}, {}, "serves LoRA adapters"),
-        ({"speculative_algorithm": "EAGLE"}, {}, r"has a second model, .*\(EAGLE\).*without --speculative-algorithm"),
-        ({"enable_eplb": True}, {}, "moves experts between ranks: start it without --enable-eplb"),
-        ({}, {"pause_mode": "wait"}, "pause_mode=wait: .* needs keep or abort"),
-    ],
-)
-def test_what_sglang_has_not_is_refused_before_anything_is_paused(
-    answering: Callable[..., str],  # noqa: F811
-    about: dict[str, Any],
-    config: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-):
-    url = answering({"/model_info": (200, {"weight_version": "default"}), "/server_info": (200, ABOUT | about)})
-    settings = CheckpointEngineConfig.from_mapping(config)
-    replica = EndpointReplica(url, HERE, settings, timeout_s=20, reports=ReportsHere(tmp_path))
-    with pytest.raises(ConfigError, match=message):
-        asyncio.run(replica.check({"a": ("float32", (1,))}))
-
-
-async def test_a_server_that_was_started_anew_is_another_than_before(tmp_path: Path):
-    """By what it says, a process that is started in its place serves other weights: then it is asked when it began."""
-    says = {"/model_info": (200, {"weight_version": "default"}), "/server_info": (200, ABOUT | {"startup_time": 1.25})}
-    with server_that_answers(says) as url:
-        config, reports = CheckpointEngineConfig(check_engine="off"), ReportsHere(tmp_path)
-        first, second = (EndpointReplica(url, HERE, config, timeout_s=20, reports=reports) for _ in range(2))
-        for one in (first, second):
-            await one.check({"a": ("float32", (1,))})
-        assert await first.claim() == await second.claim()  # one server under two names
-        before = await first.claim()
-        says["/model_info"] = 200, {"weight_version": "7"}  # pushed
-        assert await first.claim() == before
-        says |= {"/model_info": (200, {"weight_version": "default"}), "/server_info": (200, {"startup_time": 2.5})}
-        assert await first.claim() != before
-        await first.release()
-
-
-def test_an_endpoint_is_called_by_the_engine_that_it_said_it_was_and_by_none_before(tmp_path: Path):
-    def replica(url: str) -> EndpointReplica:
-        config = CheckpointEngineConfig(check_engine="off")
-        return EndpointReplica(url, HERE, config, timeout_s=20, reports=ReportsHere(tmp_path))
-
-    tensors = {"a": ("float32", (1,))}
-    url = f"http://127.0.0.1:{free_port()}"
-    said = (
-        f"no server of vLLM or SGLang answers at {url} (Connection refused): start it, or remove it from the endpoints"
-    )
-    with pytest.raises(TransportError, match=f"^{re.escape(said)}$"):
-        asyncio.run(replica(url).check(tensors))
-
-    with server_that_answers({"/model_info": (200, {"weight_version": "1"}), "/server_info": (200, ABOUT)}) as url:
-        of_sglang = replica(url)
-        asyncio.run(of_sglang.check(tensors))
-    with stand_in(1) as (_, url):
-        of_vllm = replica(url)
-        asyncio.run(of_vllm.check(tensors))
-    for known, engine in ((of_sglang, "SGLang"), (of_vllm, "vLLM")):
-        with pytest.raises(TransportError, match=f"{engine} does not answer: Connection refused") as caught:
-            asyncio.run(known.pause("keep"))
-        assert caught.value.member == known.name

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         f"{OPTION}-routes",
         default="arena",
         metavar="R,...",
-        help="a test for each: arena, update, disk, checkpoint_engine",
+        help="a test for each: see --route of `certify`",
     )
     group.addoption(f"{OPTION}-timeout", type=float, default=300.0, metavar="S", help="of each call, in seconds")
 

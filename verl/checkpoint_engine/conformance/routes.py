@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..parameter_server.checkpoint_directory import checkpoint_files
 from ..parameter_server.http_server import HttpServer, Refused, request_inference_to_update
 from ..support.package import PACKAGE
+from .sglang_routes import SGLangDiskRoute, SGLangDistributedRoute, SGLangTensorRoute
 
 DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
 EXTENSION = f"{PACKAGE}.parameter_server.VllmColocateWorkerExtension"
@@ -63,39 +64,6 @@ class DiskRoute:
             call("POST", "/update_weight_version", {"new_version": str(version)})
         finally:
             call("POST", "/resume")
-        return str(version)
-
-    def close(self) -> None:
-        """Nothing stays."""
-
-
-class SGLangDiskRoute:
-    """SGLang's own `update_weights_from_disk` of a directory, which the server's host must have. It waits for requests
-    itself, unless `pause_mode` has it pause first."""
-
-    labels = True
-    MODES: ClassVar[dict[str, str]] = {"abort": "abort", "keep": "retract"}
-    """SGLang's names of the modes in which it is paused first."""
-    UPDATE: ClassVar[dict[str, Any]] = {"load_format": "auto"}
-    """A server that was started with dummy weights would load dummies again."""
-
-    def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
-        self._http = HttpServer(url, timeout_s=timeout_s)
-        self._pause_mode = pause_mode
-
-    def check(self) -> None:
-        """Every server has this route."""
-
-    def push(self, directory: Path, version: int) -> str:
-        call, mode = self._http.call, self.MODES.get(self._pause_mode)
-        if mode is not None:
-            call("POST", "/pause_generation", {"mode": mode})
-        try:
-            update = {"model_path": str(directory), "weight_version": str(version)} | self.UPDATE
-            call("POST", "/update_weights_from_disk", update)
-        finally:
-            if mode is not None:
-                call("POST", "/continue_generation", {})
         return str(version)
 
     def close(self) -> None:
@@ -241,7 +209,12 @@ ROUTES: dict[str, Callable[..., Route]] = {
     "disk": DiskRoute,
     "checkpoint_engine": CheckpointEngineRoute,
 }
-SGLANG_ROUTES: dict[str, Callable[..., Route]] = {"arena": SGLangArenaRoute, "disk": SGLangDiskRoute}
+SGLANG_ROUTES: dict[str, Callable[..., Route]] = {
+    "arena": SGLangArenaRoute,
+    "disk": SGLangDiskRoute,
+    "tensor": SGLangTensorRoute,
+    "distributed": SGLangDistributedRoute,
+}
 NEED_DEVICES = {
     "ipc": "vLLM's IPC engine passes handles of CUDA memory",
     "nccl": "vLLM's NCCL engine needs CUDA devices on both sides",
@@ -249,7 +222,9 @@ NEED_DEVICES = {
     "m2n": "vLLM's M2N engine needs CUDA devices on both sides",
     "sharded_rdt": "vLLM's engine over Ray Direct Transport needs CUDA devices",
     "modelexpress": "vLLM's ModelExpress engine needs a ModelExpress server and RDMA",
-    "distributed": "SGLang's update_weights_from_distributed joins a process group of devices",
+    "trl": "TRL's vllm-serve joins an NCCL group",
+    "verl": "verl 0.9.1's vLLMColocateWorkerExtension fails in vLLM for CPUs: 'Parameter' object has no attribute "
+    "'weight_loader'",
 }
 """Routes that cannot run without a device, and why."""
 
@@ -258,8 +233,9 @@ def require_route(name: str) -> None:
     """Raises ConfigError for an unknown route, BackendUnavailable for one that needs a device."""
     if name in NEED_DEVICES:
         raise BackendUnavailable(f"--route {name} is skipped: {NEED_DEVICES[name]}")
-    if name not in ROUTES:
-        raise ConfigError(f"--route {name} is unknown: {', '.join([*ROUTES, *NEED_DEVICES])}")
+    if name not in ROUTES | SGLANG_ROUTES:
+        known = dict.fromkeys([*ROUTES, *SGLANG_ROUTES, *NEED_DEVICES])
+        raise ConfigError(f"--route {name} is unknown: {', '.join(known)}")
 
 
 def route_of(name: str, url: str, *, timeout_s: float, pause_mode: str, sglang: bool = False) -> Route:
@@ -267,7 +243,8 @@ def route_of(name: str, url: str, *, timeout_s: float, pause_mode: str, sglang: 
     require_route(name)
     routes = SGLANG_ROUTES if sglang else ROUTES
     if name not in routes:
-        raise ConfigError(f"--route {name} is vLLM's: SGLang has {', '.join(routes)}")
+        other, this = ("vLLM", "SGLang") if sglang else ("SGLang", "vLLM")
+        raise ConfigError(f"--route {name} is {other}'s: {this} has {', '.join(routes)}")
     return routes[name](url, timeout_s=timeout_s, pause_mode=pause_mode)
 
 

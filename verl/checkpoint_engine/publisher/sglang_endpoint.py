@@ -160,7 +160,7 @@ class SGLangEndpoint(HttpServer):
         finally:
             await apart(self._told, "/end_weight_update", {})
         await apart(require_digest, arena_path, version, loaded)
-        await apart(self._flush)
+        await apart(flush_cache, self)
         self._loaded, self._said, self._has_begun = version, str(version), False
 
     @property
@@ -240,20 +240,20 @@ class SGLangEndpoint(HttpServer):
         if not answer["success"]:
             raise ActivationError(f"SGLang refuses the update: {answer['message']}", member=self.url)
 
-    def _flush(self) -> None:
-        """What was computed with the weights before. A batch whose requests have ended may be there for a moment."""
-        deadline = time.monotonic() + FLUSHED_WITHIN_S
-        while (why_not := self._tries_to_flush()) is not None:
-            if time.monotonic() > deadline:
-                raise ActivationError(f"SGLang did not flush its cache: {why_not}", member=self.url)
-            time.sleep(AGAIN_S)
 
-    def _tries_to_flush(self) -> str | None:
+def flush_cache(server: HttpServer) -> None:
+    """Flush what a paused SGLang has computed before. A batch whose requests have ended may be there for a moment.
+    Raises ActivationError."""
+    deadline = time.monotonic() + FLUSHED_WITHIN_S
+    while True:
         try:
-            self.call("POST", "/flush_cache", is_json=False)
+            server.call("POST", "/flush_cache", is_json=False)
         except Refused as exc:
-            return exc.message
-        return None
+            if time.monotonic() > deadline:
+                raise ActivationError(f"SGLang did not flush its cache: {exc.message}", member=server.url) from exc
+            time.sleep(AGAIN_S)
+        else:
+            return
 
 
 def is_sglang(url: str) -> bool:

@@ -239,7 +239,9 @@ def _unpacked(archive: Path, digest: str, site: Path) -> str | None:
     if hashlib.sha256(content).hexdigest() != digest:
         return f"{archive} is damaged: pack or send it again"
     with tarfile.open(fileobj=BytesIO(content), mode="r:xz") as files:
-        files.extractall(site, filter="tar")
+        if hasattr(tarfile, "tar_filter"):  # from Python 3.11.4 on
+            files.extraction_filter = tarfile.tar_filter
+        files.extractall(site)
     return None
 
 

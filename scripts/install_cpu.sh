@@ -31,8 +31,9 @@ is_supported() { case $1 in 3.11 | 3.12 | 3.13 | 3.14) ;; *) return 1 ;; esac }
 
 find_python() {
     local candidate version seen=""
-    for candidate in ${PYTHON:-python3.11 python3}; do
-        version=$(python_version "$candidate") || continue
+    for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13 python3.14}; do
+        command -v "$candidate" >/dev/null || continue
+        version=$(python_version "$candidate") || { seen+=" $candidate does not start;" && continue; }
         if is_supported "$version"; then
             command -v "$candidate"
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ CODE = re.compile(r"`[^`\n]+`")
 def on_config(config: Any) -> Any:
     """Link to the repository that this one was cloned from, if it is on the web."""
     command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
-    remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    remote = ""
+    with suppress(FileNotFoundError):  # a machine without git
+        remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     if address := web_address(remote.strip()):
         config.repo_url = address
         config.repo_name = "/".join(address.split("/")[3:])

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 from pathlib import Path
+from shutil import which
 
 import pytest
 import yaml
@@ -104,6 +105,7 @@ def test_a_full_disk_is_logged_and_ends_no_run(tmp_path: Path, caplog: pytest.Lo
     assert (tmp_path / RUNS_FILE).is_file()
 
 
+@pytest.mark.skipif(which("git") is None, reason="git is missing")
 def test_a_commit_is_of_a_checkout_and_not_of_a_directory_that_a_package_is_installed_into(tmp_path: Path):
     def git(*words: str) -> None:
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)

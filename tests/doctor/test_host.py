@@ -53,10 +53,23 @@ def test_few_open_files_are_wrong(monkeypatch: pytest.MonkeyPatch):
     assert (found.state, "1024" in found.found, "ulimit -n" in found.remedy) == ("wrong", True, True)
 
 
-def test_an_interface_that_nobody_has_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
+@pytest.mark.parametrize(
+    ("variable", "value", "state"),
+    [
+        ("NCCL_SOCKET_IFNAME", "ib7", "wrong"),
+        ("NCCL_SOCKET_IFNAME", "ib7,l", "ok"),
+        ("NCCL_SOCKET_IFNAME", "^ib7", "ok"),
+        ("NCCL_SOCKET_IFNAME", "=lo", "ok"),
+        ("NCCL_SOCKET_IFNAME", "=l", "wrong"),
+        ("GLOO_SOCKET_IFNAME", "lo", "ok"),
+        ("GLOO_SOCKET_IFNAME", "l", "wrong"),
+        ("GLOO_SOCKET_IFNAME", "lo,ib7", "wrong"),
+    ],
+)
+def test_an_interface_that_nobody_has_is_wrong(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, state: str):
+    monkeypatch.setenv(variable, value)
     found = finding("network")
-    assert (found.state, "ib7" in found.found) == ("wrong", True)
+    assert (found.state, f"{variable}={value}" in found.found) == (state, True)
 
 
 def test_a_backend_whose_interface_is_missing_is_wrong():
@@ -130,7 +143,7 @@ def test_lines_have_remedies_and_a_count(monkeypatch: pytest.MonkeyPatch, capsys
     assert command.main([]) == 1
     said = capsys.readouterr().out
     assert "wrong network" in said
-    assert "-> one of" in said
+    assert "-> set NCCL_SOCKET_IFNAME to one of them" in said
     assert "1 wrong" in said.splitlines()[-1]
 
 

@@ -22,6 +22,7 @@ from verl.checkpoint_engine.links.rdma import get_rdma_devices, list_ib_devices
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.support.device import device_module, resolve_device
+from verl.checkpoint_engine.support.network import unknown_interfaces
 from verl.doctor.finding import Finding
 from verl.utils.config import ConfigError
 from verl.utils.torch_companions import remedy, unloadable
@@ -32,6 +33,7 @@ PYTHONS = ((3, 11), (3, 13))
 LEAST_FILES = 4096
 """Ray opens some thousands of sockets and files for a job of a few dozen actors."""
 LEAST_PORTS = 5000
+SHOWN = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -245,18 +247,10 @@ def _network(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
         for address in addresses
         if address.family == socket.AF_INET and stats[name].isup and not address.address.startswith("127.")
     ]
-    chosen = {name: value for name in ("NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES") if (value := os.environ.get(name))}
-    for name, value in chosen.items():
-        wanted = [one.lstrip("=^").partition(":")[0] for one in value.split(",")]
-        if (
-            name == "NCCL_SOCKET_IFNAME"
-            and not value.startswith("^")
-            and not any(known.startswith(one) for one in wanted for known in stats)
-        ):
-            yield _wrong(
-                "network", host, f"{name}={value} names no interface of this host", f"one of {', '.join(stats)}"
-            )
-            return
+    if unknown := unknown_interfaces():
+        yield _wrong("network", host, "; ".join(unknown.values()), f"set {', '.join(unknown)} to one of them, or not")
+        return
+    chosen = {name: value for name in SHOWN if (value := os.environ.get(name))}
     settings = "".join(f"; {name}={value}" for name, value in chosen.items())
     yield Finding(check="network", where=host, state="ok", found=(", ".join(up) or "only loopback") + settings)
 

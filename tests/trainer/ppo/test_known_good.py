@@ -1,7 +1,9 @@
 """What `--check` says of the built-in job without torch is what the whole check says."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -51,7 +53,14 @@ def test_a_known_job_is_described_as_by_the_whole_check(overrides):
     config = resolved(*overrides)
     known = known_good(config)
     assert known is not None
-    assert known == check_ppo(config)
+    whole = check_ppo(config)
+    assert replace(known, plan=[]) == replace(whole, plan=[])
+    assert list(map(without_free_memory, known.plan)) == list(map(without_free_memory, whole.plan))
+
+
+def without_free_memory(line):
+    """Other processes take some in between."""
+    return re.sub(r"; .* free in ", "; ... free in ", line)
 
 
 @pytest.mark.parametrize("override", LEFT_TO_THE_WHOLE_CHECK)

@@ -1,13 +1,16 @@
-"""What `--check` sees of the host: places to write, a port."""
+"""What `--check` sees of the host: places to write, a port, shared memory, network interfaces."""
 
 import os
+import re
 import socket
 
 import pytest
 
+from verl.trainer.config.checking import on_its_device
 from verl.trainer.config.loader import load_config
+from verl.trainer.main_ppo import check_ppo
 from verl.trainer.ppo.known_good import known_good
-from verl.trainer.ppo.requirements import require_writable
+from verl.trainer.ppo.requirements import require_of_this_host, require_writable
 from verl.trainer.ppo.surroundings import taken_ports, unwritable
 from verl.utils.config import ConfigError
 
@@ -42,3 +45,50 @@ def test_a_port_that_is_taken_is_told():
             f"trainer.metrics_port={port} cannot be served at 127.0.0.1"
         ]
     assert list(taken_ports(config)) == []
+
+
+@pytest.fixture
+def no_shared_memory(monkeypatch):
+    """The kernel's own file systems have no free memory."""
+    monkeypatch.setenv("VERL_SHM_DIR", "/proc")
+
+
+def checked(engine="vllm"):
+    """What `--check` finds: with vLLM without torch, with another engine as it looks at every launch."""
+    config = on_its_device(load_config(["trainer.device=cpu", f"actor_rollout_ref.rollout.name={engine}"]))
+    found = known_good(config)
+    assert found is None or engine == "vllm"
+    return found or check_ppo(config)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_shared_memory_is_told_as_what_the_run_needs_against_what_is_free(engine):
+    (line,) = (line for line in checked(engine).plan if "shared memory" in line)
+    assert re.fullmatch(r"shared memory: 3\.9 MiB for the weights; [\d.]+ [GM]iB free in /dev/shm", line)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_too_little_shared_memory_is_what_this_host_lacks(engine, no_shared_memory):
+    found = checked(engine)
+    assert found.problems == []
+    (line,) = found.lacking
+    assert "the node arena needs 4078080 bytes (3.9 MiB) of shared memory in /proc" in line
+
+
+def test_an_interface_of_the_environment_that_is_not_there_is_told_and_ends_a_run_before_it_starts(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    (line,) = checked().lacking
+    assert line.startswith("GLOO_SOCKET_IFNAME=ib7 names no interface of ")
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=ib7 names no interface of"):
+        require_of_this_host(load_config(["trainer.device=cpu"]), 1)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_hosts_of_a_cluster_are_not_looked_at_and_it_says_so(engine, no_shared_memory, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    found = checked(engine)
+    assert [line for line in found.plan if "shared memory" in line] == [
+        "shared memory: 3.9 MiB of /proc for the weights on each host with rollouts"
+    ]
+    assert [line.partition(":")[0] for line in found.lacking] == ["the hosts of RAY_ADDRESS=10.0.0.1"]

@@ -29,7 +29,7 @@ import msgspec
 from ..errors import ConfigError, IntegrityError
 from ..plan.layout import Layout
 from ..support.files import write_private
-from ..support.memory import in_words
+from ..support.memory import free_nbytes, in_words
 from .committed import Committed, open_committed
 from .digest import Manifest, verify
 from .janitor import Janitor, await_removal, sweep
@@ -265,8 +265,7 @@ def require_name(key: str, name: str) -> None:
 
 def require_free_bytes(shm_dir: Path, arena_nbytes: int, *, arenas: int = 1) -> None:
     """Raises ConfigError unless `shm_dir` has free memory for `arenas` of `arena_nbytes` each."""
-    stats = os.statvfs(shm_dir)
-    free, needed = stats.f_bavail * stats.f_frsize, arenas * arena_nbytes
+    free, needed = free_nbytes(shm_dir), arenas * arena_nbytes
     if needed > free:
         who = "the node arena needs" if arenas == 1 else f"{arenas} node arenas on one host need"
         raise ConfigError(

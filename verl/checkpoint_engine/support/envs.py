@@ -39,6 +39,12 @@ def nccl_ib_hca() -> str:
     return os.environ.get("NCCL_IB_HCA", "")
 
 
+def socket_interfaces() -> dict[str, str]:
+    """`GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`, as far as they are set: the interfaces of these libraries."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: value for name in names if (value := os.environ.get(name))}
+
+
 def rank() -> int | None:
     """`RANK`: the rank of this process, which torchrun sets."""
     return _number("RANK", int)

@@ -192,6 +192,12 @@ def in_words(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
+def free_nbytes(directory: Path) -> int:
+    """The free bytes of the file system of `directory`, for this user."""
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize
+
+
 def _with_peaks(now: MemoryUse, before: MemoryUse) -> MemoryUse:
     return replace(
         now,

@@ -7,6 +7,7 @@ import socket
 
 import psutil
 
+from . import envs
 from .config import ConfigError
 
 
@@ -21,6 +22,26 @@ def interface_of(address: str) -> str:
     raise ConfigError(
         f"no network interface of {socket.gethostname()} has the address {address}; there are {interfaces}"
     )
+
+
+def unknown_interfaces() -> dict[str, str]:
+    """The variables of gloo and NCCL that name no interface of this host, with what is wrong and what there is.
+
+    Gloo wants each name of a list; NCCL takes the beginning of a name, with `=` the whole, and with `^` all others.
+    """
+    names = list(psutil.net_if_addrs())
+    found: dict[str, str] = {}
+    for variable, value in envs.socket_interfaces().items():
+        wanted = [one.partition(":")[0] for one in value.lstrip("=^").split(",")]
+        if variable.startswith("GLOO"):
+            is_known = all(one in names for one in wanted)
+        elif value.startswith("="):
+            is_known = any(one in names for one in wanted)
+        else:
+            is_known = value.startswith("^") or any(name.startswith(one) for one in wanted for name in names)
+        if not is_known:
+            found[variable] = f"{variable}={value} names no interface of {socket.gethostname()}: {', '.join(names)}"
+    return found
 
 
 def reserve_port(host: str = "") -> socket.socket:

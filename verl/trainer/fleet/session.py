@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import ray
 
-from verl import envs
 from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
 from verl.checkpoint_engine.support.network import reserve_port
 from verl.checkpoint_engine.support.signals import interrupt_main_thread, uninterrupted
@@ -36,13 +35,11 @@ from verl.utils.failures import NamedFailure
 from verl.utils.marked_processes import kill_marked
 
 from . import ending_agents
+from .address import KEY, LOCAL, address_of
 from .ray_watch import RayLost, RayWatch, gcs_of, raylet_of
 
 logger = logging.getLogger(__name__)
 
-KEY = "ray_kwargs.ray_init"
-LOCAL = "local"
-"""Ray's address that means: start a new Ray and join none."""
 REACHED_WITHIN_S = 10.0
 """Ray itself would try for minutes and log every five seconds."""
 LEAVES_WITHIN_S = 3.0
@@ -72,16 +69,6 @@ _TOKEN_HINT = (
 
 MARK = "VERL_RAY_STARTED_BY"
 """Environment variable of processes that Ray starts: the driver that started Ray."""
-
-
-def address_of(arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """The address of Ray for these arguments of `ray.init`, and what sets it; `local` means a new Ray.
-
-    Without an address in the arguments, uses `RAY_ADDRESS`, which `ray job submit` sets.
-    """
-    if arguments.get("address"):
-        return str(arguments["address"]), f"{KEY}.address"
-    return (envs.ray_address(), "RAY_ADDRESS") if envs.ray_address() else (LOCAL, "default")
 
 
 def starts_locally(arguments: Mapping[str, Any]) -> bool:

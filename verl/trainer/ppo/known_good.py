@@ -8,22 +8,27 @@ which the whole check finds nothing wrong. What is left to check needs neither t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.checkpoint_engine.memory.arena import require_free_bytes
+from verl.checkpoint_engine.plan.layout import align
+from verl.checkpoint_engine.plan.types import ITEMSIZE
+from verl.checkpoint_engine.support import envs
 from verl.trainer.checkpoints import CheckpointDirectory
 from verl.trainer.config.checking import Checked
 from verl.trainer.config.validate import problems_of
 from verl.trainer.ppo.overview import lines
 from verl.trainer.ppo.settled import scheduled, settled, total_steps
-from verl.trainer.ppo.surroundings import taken_ports, unwritable
+from verl.trainer.ppo.surroundings import absent_interfaces, memory_for_weights, taken_ports, unseen_hosts, unwritable
 from verl.utils import builtin
 from verl.utils.builtin.arithmetic import number_of_problems
 from verl.utils.config import ConfigError
-from verl.utils.model_files import require_whole_files, weight_tensors
+from verl.utils.model_files import Tensors, require_whole_files, weight_tensors
 from verl.utils.tracking import missing_packages
 from verl.workers.config import PPOConfig
 
@@ -67,7 +72,8 @@ def known_good(config: PPOConfig) -> Checked | None:
             return None
         model = builtin.builtin_model(config.actor_rollout_ref.model.path)
         require_whole_files(model, "actor_rollout_ref.model.path")
-        weight_tensors(model, "actor_rollout_ref.model.path")
+        arena_nbytes = _nbytes_of_arena(config, weight_tensors(model, "actor_rollout_ref.model.path"))
+        require_free_bytes(envs.shm_dir(), arena_nbytes)
         data = [builtin.builtin_data(str(config.data.train_files), split) for split in ("train", "test")]
         if CheckpointDirectory(config.trainer).would_resume_from() is not None:
             return None  # whether it is of this model, torch can tell
@@ -77,8 +83,15 @@ def known_good(config: PPOConfig) -> Checked | None:
         return None
     steps = total_steps(config, number_of_training_samples() // config.data.train_batch_size)
     return Checked(
-        plan=list(lines(scheduled(settled(config), steps), "cpu", steps)),
-        lacking=[*missing_packages(config.trainer.logger), *taken_ports(config)],
+        plan=list(
+            lines(scheduled(settled(config), steps), "cpu", steps, memory=memory_for_weights(config, arena_nbytes))
+        ),
+        lacking=[
+            *missing_packages(config.trainer.logger),
+            *taken_ports(config),
+            *absent_interfaces(config, "cpu"),
+            *unseen_hosts(config),
+        ],
     )
 
 
@@ -108,6 +121,13 @@ def _has_room(config: PPOConfig) -> bool:
         0 < data.train_batch_size <= number_of_training_samples()
         and data.max_prompt_length >= default.max_prompt_length
     )
+
+
+def _nbytes_of_arena(config: PPOConfig, tensors: Tensors) -> int:
+    """Of the built-in model, whose tensors all have the rollout's dtype in the engine."""
+    itemsize = ITEMSIZE[config.actor_rollout_ref.rollout.dtype]
+    nbytes = sum(align(math.prod(shape) * itemsize) for _, shape in tensors.values())
+    return nbytes * config.checkpoint_engine.slots
 
 
 def _positions(model: Path, config: PPOConfig) -> bool:

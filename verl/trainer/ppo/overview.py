@@ -10,8 +10,11 @@ from verl.trainer.ppo.needs import needs_critic, needs_reference
 from verl.workers.config import PPOConfig, RolloutConfig
 
 
-def lines(config: PPOConfig, device: str, steps: int | None, resume_from: Path | None = None) -> Iterator[str]:
-    """Lines `name: value` that describe the run. `steps` is the length of the run, if known."""
+def lines(
+    config: PPOConfig, device: str, steps: int | None, resume_from: Path | None = None, memory: str | None = None
+) -> Iterator[str]:
+    """Lines `name: value` that describe the run. `steps` is the length of the run, and `memory` the line on shared
+    memory, if known."""
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     yield f"model: {policy.model.path}; data: {_listed(data.train_files)}; held out: {_listed(data.val_files)}"
     yield (
@@ -23,6 +26,8 @@ def lines(config: PPOConfig, device: str, steps: int | None, resume_from: Path |
     yield from in_force(config, device)
     yield f"sampling: {_sampling(config.actor_rollout_ref.rollout)}"
     yield f"weights: checkpoint_engine.backend={config.checkpoint_engine.backend}"
+    if memory is not None:
+        yield memory
     length = trainer.total_training_steps or steps
     begins = f", from {resume_from}" if resume_from else ""
     yield (

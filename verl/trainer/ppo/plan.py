@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from verl.checkpoint_engine.errors import BackendUnavailable
+from verl.checkpoint_engine.memory.arena import require_free_bytes
+from verl.checkpoint_engine.support import envs
 from verl.trainer.checkpoints import CheckpointDirectory
 from verl.trainer.config.checking import Checked
 from verl.trainer.fleet.replicas import make_replicas
@@ -19,6 +21,7 @@ from verl.trainer.ppo.job import load_agent_loop_manager, local_critic
 from verl.trainer.ppo.overview import lines
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.requirements import (
+    nbytes_of_arena,
     require_engine_rotates_as_trainer,
     require_experts,
     require_heads,
@@ -32,7 +35,14 @@ from verl.trainer.ppo.requirements import (
     shapes_of_adapters,
 )
 from verl.trainer.ppo.settled import scheduled, settled, total_steps
-from verl.trainer.ppo.surroundings import taken_ports, unwritable
+from verl.trainer.ppo.surroundings import (
+    absent_interfaces,
+    memory_for_weights,
+    starts_ray,
+    taken_ports,
+    unseen_hosts,
+    unwritable,
+)
 from verl.utils import builtin
 from verl.utils.config import ConfigError
 from verl.utils.device import missing, resolve_device
@@ -78,11 +88,13 @@ def plan(config: PPOConfig, trainer_class: type[RayPPOTrainer], *, pictures: boo
     steps = _look_at_model(config, path, device, attempt) if path is not None else None
     checked.problems.extend(unwritable(config))
     checked.lacking.extend((*missing_packages(config.trainer.logger), *taken_ports(config)))
+    checked.lacking.extend((*absent_interfaces(config, device), *unseen_hosts(config)))
+    memory = _look_at_memory(config, path, attempt) if path is not None else None
     resume_from = attempt(CheckpointDirectory(config.trainer).would_resume_from)
     if (saved := resume_from) is not None and path is not None:
         attempt(lambda: require_model_of_run(config, saved))
     if not checked.problems:
-        checked.plan.extend(lines(scheduled(config, steps or -1), device, steps, resume_from))
+        checked.plan.extend(lines(scheduled(config, steps or -1), device, steps, resume_from, memory))
     return checked
 
 
@@ -146,6 +158,20 @@ def _look_at_model(config: PPOConfig, path: Path, device: str, attempt: _Attempt
     attempt(lambda: local_critic(config, tokenizer, path, device), stands_in=critic_stands_in)
     processor = attempt(lambda: load_processor(path, load_hf_config(model)))
     return _look_at_data(config, tokenizer, processor, attempt)
+
+
+def _look_at_memory(config: PPOConfig, path: Path, attempt: _Attempt) -> str | None:
+    """The line of the plan, if the model's files tell. Without enough of it, this is not the host of the run."""
+    try:
+        arena_nbytes = nbytes_of_arena(config, path, shapes_of_adapters(config, path))
+    except (ConfigError, BackendUnavailable):
+        return None  # another check has refused the model
+    if starts_ray(config):
+        try:
+            require_free_bytes(envs.shm_dir(), arena_nbytes, arenas=config.actor_rollout_ref.rollout.nnodes)
+        except ConfigError as exc:
+            attempt.lacks(str(exc))
+    return memory_for_weights(config, arena_nbytes)
 
 
 def _look_at_teachers(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, device: str, attempt: _Attempt) -> None:

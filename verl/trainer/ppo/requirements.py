@@ -16,6 +16,7 @@ from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
 from verl.trainer.fleet.session import starts_locally
 from verl.trainer.ppo.needs import needs_critic, needs_reference
+from verl.trainer.ppo.surroundings import absent_interfaces
 from verl.utils.config import ConfigError
 from verl.utils.device import resolve_device
 from verl.utils.language_model import (
@@ -390,10 +391,13 @@ def nbytes_of_arena(config: PPOConfig, model_path: Path, adapters: Sequence[tupl
 
 
 def require_of_this_host(config: PPOConfig, arena_nbytes: int) -> None:
-    """If the rollout nodes are on this host: it has their shared memory and backend. Also raises BackendUnavailable.
+    """If the run is on this host: it has the interfaces of the environment, and shared memory and backend of rollout
+    nodes. Also raises BackendUnavailable.
 
     The cluster checks the other hosts before their engines start.
     """
+    for line in absent_interfaces(config, resolve_device(config.trainer.device)):
+        raise ConfigError(line)
     colocated = config.trainer.placement == "colocated"
     if not colocated and not starts_locally(config.ray_kwargs.ray_init):
         return

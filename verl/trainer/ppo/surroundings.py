@@ -1,4 +1,4 @@
-"""What `--check` sees of this host: where a run would write, and the port that it would serve."""
+"""What `--check` sees of this host: where a run would write, its port, shared memory, network interfaces."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl.checkpoint_engine.support import envs
+from verl.checkpoint_engine.support.memory import free_nbytes, in_words
+from verl.checkpoint_engine.support.network import unknown_interfaces
+from verl.trainer.fleet.address import LOCAL, address_of
 from verl.workers.config import PPOConfig
 
 
@@ -43,3 +47,31 @@ def taken_ports(config: PPOConfig) -> Iterator[str]:
             pass
     except OSError as exc:
         yield f"trainer.metrics_port={port} cannot be served at {host} now: {exc.strerror}"
+
+
+def starts_ray(config: PPOConfig) -> bool:
+    """Whether the run starts a Ray of its own on this host, rather than joins one, whose hosts this one cannot see."""
+    return address_of(config.ray_kwargs.ray_init)[0] == LOCAL
+
+
+def memory_for_weights(config: PPOConfig, arena_nbytes: int) -> str:
+    """The line of the plan on shared memory. `arena_nbytes`: for each rollout node."""
+    directory = envs.shm_dir()
+    if not starts_ray(config):
+        return f"shared memory: {in_words(arena_nbytes)} of {directory} for the weights on each host with rollouts"
+    needed = config.actor_rollout_ref.rollout.nnodes * arena_nbytes
+    return f"shared memory: {in_words(needed)} for the weights; {in_words(free_nbytes(directory))} free in {directory}"
+
+
+def unseen_hosts(config: PPOConfig) -> Iterator[str]:
+    """A line if the run would be on hosts of a Ray that it joins: this host cannot tell what they have."""
+    if not starts_ray(config):
+        address, said_by = address_of(config.ray_kwargs.ray_init)
+        yield f"the hosts of {said_by}={address}: their free shared memory and network interfaces were not looked at"
+
+
+def absent_interfaces(config: PPOConfig, device: str) -> Iterator[str]:
+    """A line for each network interface that the environment names for a run on this host, which does not have it."""
+    if starts_ray(config):
+        used = ("GLOO",) if device == "cpu" else ("GLOO", "NCCL")
+        yield from (line for variable, line in unknown_interfaces().items() if variable.startswith(used))

@@ -3,33 +3,30 @@
     <output_dir>/kept_samples/    0700; removed when the run is complete
         00000012.samples          0600; for the steps after step 12; records in the order of writing
 
-A record is a line of JSON and as many bytes as that says. The first one of a file says whose it is. A run that is
-resumed from its checkpoint of step 12 reads the files from number 12 on. It trains on them in their order, so that it
-repeats the steps that are undone, with their samples, before it generates others.
+The first record of a file says whose it is. A run that is resumed from its checkpoint of step 12 reads the files from
+number 12 on. It trains on them in their order, so that it repeats the steps that are undone, with their samples, before
+it generates others.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
-import xxhash
 
 from verl.checkpoint_engine.support.memory import in_words
 from verl.protocol import DataProto
-from verl.trainer.plain_state import from_plain, to_plain
+from verl.trainer.plain_state import packed, unpacked
 from verl.utils.config import ConfigError
+from verl.utils.framed import append, cut_to_whole, framed, frames
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +34,6 @@ NAME = "kept_samples"
 SHARE = 10
 """Samples take at most this part of the disk's free space and of the host's free memory, which has to hold them."""
 _FILE = re.compile(r"(\d{8})\.samples", re.ASCII)
-_LINE_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,13 @@ class KeptSamples:
         if self._is_over or self._full == number:
             return
         try:
-            payload = _packed(content)
+            payload = packed(content)
             amount = amount_of(generated)
-            record = _framed({"responses": amount.responses, "tokens": amount.tokens}, payload)
+            record = framed({"responses": amount.responses, "tokens": amount.tokens}, payload)
             used = self._nbytes()
             if used + len(record) > self.most_nbytes:
                 self._full = number
-                record = _framed({"full": True})
+                record = framed({"full": True})
                 logger.warning(
                     "samples take %s, and may take %s: until the next checkpoint no others are kept for a restart "
                     "(rollout.keep_tokens)",
@@ -134,11 +130,7 @@ class KeptSamples:
         path = self._path(number)
         try:
             if path.exists():
-                whole = 0
-                with path.open("rb") as file:
-                    for *_, end in _frames(file):
-                        whole = end
-                os.truncate(path, whole)
+                cut_to_whole(path)
             self._write(number, b"")
         except OSError as exc:
             self._give_up(exc)
@@ -149,12 +141,7 @@ class KeptSamples:
         discard(self.directory.parent)
 
     def _write(self, number: int, record: bytes) -> None:
-        self.directory.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(self._path(number), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "ab") as file:
-            if file.tell() == 0:
-                file.write(_framed({"run": self._identity}))
-            file.write(record)
+        append(self._path(number), record, {"run": self._identity})
 
     def _give_up(self, why: Exception) -> None:
         logger.warning("samples are not kept for a restart (rollout.keep_tokens): %s", why)
@@ -196,7 +183,7 @@ class KeptSamples:
         ends."""
         end = 0
         with path.open("rb") as file:
-            for head, payload, after in _frames(file):
+            for head, payload, after in frames(file):
                 if "run" in head:
                     other = [name for name in self._identity if head["run"].get(name) != self._identity[name]]
                     if other:
@@ -207,7 +194,7 @@ class KeptSamples:
                     return "of an unknown run", 0
                 else:
                     try:
-                        content = _unpacked(payload)
+                        content = unpacked(payload)
                     except ConfigError as exc:
                         return f"which cannot be read ({exc})", end
                     found.records.append(Record(number, content, Amount(head["responses"], head["tokens"])))
@@ -220,9 +207,10 @@ class KeptSamples:
         """Counts records that are dropped, as far as they say how large they are."""
         with path.open("rb") as file:
             file.seek(start)
-            for head, _, _ in _frames(file, verify=False):
+            for head, _, _ in frames(file, verify=False):
                 if "responses" in head:
-                    found.drop(why, Amount(head["responses"], head["tokens"]))
+                    with suppress(KeyError, ValueError, TypeError):
+                        found.drop(why, Amount(int(head["responses"]), int(head["tokens"])))
 
     def _nbytes(self) -> int:
         nbytes = 0
@@ -268,55 +256,3 @@ def are_same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(are_same(*pair) for pair in zip(one, other, strict=True))
     return bool(one == other) and type(one) is type(other)
-
-
-def _packed(content: Any) -> bytes:
-    import torch
-
-    target = io.BytesIO()
-    torch.save(to_plain(content), target)
-    return target.getvalue()
-
-
-def _unpacked(payload: bytes) -> Any:
-    """Raises ConfigError."""
-    import torch
-
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            plain = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
-    except Exception as exc:  # torch's reader raises whatever it stumbles over
-        raise ConfigError((str(exc).splitlines() or [type(exc).__name__])[0]) from exc
-    return from_plain(plain)
-
-
-def _framed(head: Mapping[str, Any], payload: bytes = b"") -> bytes:
-    head = {**head, "nbytes": len(payload)}
-    return json.dumps({**head, "digest": _digest(head, payload)}).encode() + b"\n" + payload
-
-
-def _frames(file: IO[bytes], *, verify: bool = True) -> Iterator[tuple[dict[str, Any], bytes, int]]:
-    """Head, content and end of each record up to the first one that is not whole. Without `verify`, damaged content is
-    skipped."""
-    size = os.fstat(file.fileno()).st_size
-    while line := file.readline(_LINE_NBYTES):
-        try:
-            head = dict(json.loads(line))
-            digest, nbytes = str(head.pop("digest")), int(head["nbytes"])
-            Amount(int(head.get("responses", 0)), int(head.get("tokens", 0)))
-        except (ValueError, KeyError, TypeError):
-            return
-        end = file.tell() + nbytes
-        if nbytes < 0 or end > size:
-            return
-        payload = file.read(nbytes) if verify else b""
-        if verify and _digest(head, payload) != digest:
-            return
-        file.seek(end)
-        yield head, payload, end
-
-
-def _digest(head: Mapping[str, Any], payload: bytes) -> str:
-    digest = xxhash.xxh3_128(json.dumps(head, sort_keys=True).encode())
-    digest.update(payload)
-    return digest.hexdigest()

@@ -6,6 +6,8 @@ A value is itself, or a pair of what it is and what it is made of: `("dict", [(k
 from __future__ import annotations
 
 import datetime
+import io
+import warnings
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
@@ -61,6 +63,23 @@ def from_plain(value: Any) -> Any:
         raise ConfigError(f"a picture of the checkpoint's samples {exc}") from exc
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as exc:
         raise ConfigError(f"the checkpoint holds something that is no part of a batch: {str(value)[:80]!r}") from exc
+
+
+def packed(value: Any) -> bytes:
+    """Bytes of `to_plain(value)`, for `unpacked`. Raises its TypeError."""
+    target = io.BytesIO()
+    torch.save(to_plain(value), target)
+    return target.getvalue()
+
+
+def unpacked(payload: bytes) -> Any:
+    """Raises ConfigError for anything that `packed` does not return."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            plain = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    except Exception as exc:  # torch's reader raises whatever it stumbles over
+        raise ConfigError((str(exc).splitlines() or [type(exc).__name__])[0]) from exc
+    return from_plain(plain)
 
 
 def _batch(parts: Any) -> DataProto:

@@ -28,6 +28,7 @@ class Calculator(BaseTool):
         },
     }
     default_config = {"digits": 12}
+    idempotent = True
 
     async def execute(self, arguments: dict[str, Any]) -> str:
         """Whatever goes wrong here (an unknown operation, a division by zero) is told to the model."""

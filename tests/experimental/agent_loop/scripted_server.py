@@ -31,9 +31,10 @@ def token_spans(output, start, stop):
 class ScriptedServer:
     """A Ray actor that answers call after call with the next item of its script; the last one goes on for ever.
 
-    An item is a TokenOutput (one that `died` is only told, and hangs), an exception to raise, "hang", "die", or "echo"
-    (the largest character of the prompt, three times; a prompt that contains "fail!" raises and one that contains
-    "hang!" hangs). Nobody gets an answer before `at_once` calls have been in flight at the same time.
+    An item is a TokenOutput (one that `died` is only told, and hangs), a function of the prompt's tokens that returns
+    one, an exception to raise, "hang", "die", or "echo" (the largest character of the prompt, three times; a prompt
+    that contains "fail!" raises and one that contains "hang!" hangs). Nobody gets an answer before `at_once` calls have
+    been in flight at the same time.
     """
 
     async def reset(self, script, at_once=1):
@@ -105,6 +106,8 @@ class ScriptedServer:
             raise RuntimeError("the engine said no")
         if isinstance(item, Exception):
             raise item
+        if callable(item):
+            return item(prompt_ids)
         if item == "echo":
             await asyncio.sleep(0.01)
             return said([ord(max(text)) - 33] * 3, version=7)

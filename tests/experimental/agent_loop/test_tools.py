@@ -83,6 +83,7 @@ def test_a_malformed_call_is_found_with_its_error(text, error):
         (f"tools: [{{class_name: '{FAKES}:ConstantLoop'}}]", "is not a subclass of BaseTool"),
         ("tools: [{class_name: 'no_such_module:Tool'}]", "'no_such_module' cannot be imported"),
         ("tools: [{class_name: Tool}]", 'is not "module:Class"'),
+        (f"tools: [{{class_name: '{FAKES}:AddTool', idempotent: 1}}]", "idempotent=1 is neither true nor false"),
         (
             f"tools: [{{class_name: '{FAKES}:AddTool'}}, {{class_name: '{FAKES}:AddTool'}}]",
             "two tools are called 'add'",

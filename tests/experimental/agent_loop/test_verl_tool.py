@@ -3,12 +3,18 @@ import asyncio
 import pytest
 import yaml
 
+from tests.experimental.agent_loop.scripted_manager import ScriptedManager
+from verl.experimental.agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.base import DictConfigWrap
 from verl.experimental.agent_loop.tool_answers import ToolThread
+from verl.experimental.agent_loop.tool_calls import ToolCalls
 from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tools import AgentData
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.trainer.config.loader import load_config
 from verl.utils.config import ConfigError
+from verl.workers.rollout.records import SamplingOptions
 
 SCHEMA = {
     "type": "function",
@@ -64,10 +70,10 @@ class ReturnsText(BaseTool):
         return "only text"
 
 
-def tool_of(tmp_path, name, schema=SCHEMA):
+def tool_of(tmp_path, name, schema=SCHEMA, **fields):
     path = tmp_path / f"{name}.yaml"
     entry = {"class_name": f"{__name__}.{name}", "config": {"type": "native", "unit": "$"}, "tool_schema": schema}
-    path.write_text(yaml.safe_dump({"tools": [entry]}))
+    path.write_text(yaml.safe_dump({"tools": [{**entry, **fields}]}))
     (tool,) = load_tools(str(path)).values()
     return tool
 
@@ -132,3 +138,64 @@ def test_a_tool_that_cannot_be_called_is_an_error_before_anything_starts(tmp_pat
 
 def test_a_tool_that_returns_something_else_says_so(tmp_path):
     assert "returns (ToolResponse, reward, metrics)" in answer(tool_of(tmp_path, "ReturnsText"), data(), answer="1")
+
+
+class Pays(Check):
+    """With what it gets told to others, and what it can tell of a call that had begun."""
+
+    idempotent = True
+
+    async def execute(self, instance_id, parameters, *, agent_data):
+        agent_data.extra_fields["paid"] = [1]
+        return ToolResponse(text=agent_data.idempotency_key), 0.25, {}
+
+    def outcome(self, parameters, idempotency_key):
+        return f"{parameters['answer']} is {idempotency_key}"
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "idempotent"),
+    [("Pays", {}, True), ("Pays", {"idempotent": False}, False), ("Check", {}, False)],
+)
+def test_the_entry_or_the_class_says_whether_a_call_may_be_repeated(tmp_path, name, field, idempotent):
+    assert tool_of(tmp_path, name, **field).idempotent is idempotent
+
+
+def test_what_a_tool_of_verl_adds_to_its_sample_is_there_in_the_next_attempt(tmp_path, tokenizer):
+    """Of the first attempt's rewards, and not of a second execution."""
+    call = '<tool_call>{"name": "check", "arguments": {"answer": "7"}}</tool_call>'
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    tool_of(tmp_path, "Pays")
+    config = load_config(
+        [
+            f"{multi_turn}.enable=true",
+            f"{multi_turn}.tool_config_path={tmp_path / 'Pays.yaml'}",
+            "data.max_prompt_length=2000",
+        ]
+    )
+
+    async def attempt(number):
+        manager = ScriptedManager(tokenizer, call, "done")
+        loop = ToolAgentLoop(trainer_config=DictConfigWrap(config), server_manager=manager, tokenizer=tokenizer)
+        loop.tool_calls = ToolCalls(tmp_path / "0.calls", takes_over=number > 0).of("uid", "name")
+        sampling = SamplingOptions(max_tokens=600)
+        tools_kwargs = {"check": {"create_kwargs": {"ground_truth": "7"}}}
+        messages = [{"role": "user", "content": "1+2?"}]
+        return await loop.run(sampling.as_dict(), raw_prompt=messages, tools_kwargs=tools_kwargs)
+
+    LIFE.clear()
+    first, second = (asyncio.run(attempt(number)) for number in range(2))
+    assert second.extra_fields == first.extra_fields
+    assert first.extra_fields == {"paid": [1], "tool_rewards": [0.25], "reward_scores": {"check": 1.0}}
+    assert second.response_ids == first.response_ids
+    assert [name for name, *_ in LIFE] == ["create", "calc_reward", "release"]
+
+
+def test_a_tool_of_verl_may_know_what_became_of_a_call(tmp_path):
+    def outcome(name):
+        asked = AgentData(idempotency_key="k1")
+        work = ToolThread().answer(tool_of(tmp_path, name), {"answer": "7"}, asked, timeout_s=60, has_begun=True)
+        return asyncio.run(work).text
+
+    assert outcome("Pays") == "7 is k1"
+    assert outcome("Check") == "error: check was interrupted; it may have been executed, and is not repeated"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.experimental.agent_loop.errors import AgentLoopError, PromptTooLong
+from verl.experimental.agent_loop.tool_calls import UNNAMED, SampleCalls
 from verl.utils.chat_template import Turns, turns_of
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.pictures import Picture, PictureError, PictureProcessor
@@ -46,6 +47,8 @@ class AgentLoopBase(ABC):
     """Whether `run` gives every sample its reward. If not, the data need a rule or a reward function."""
     pictures: PictureProcessor | None = None
     """What makes tokens of pictures; the worker sets it before `run`. None: the model reads text alone."""
+    tool_calls: SampleCalls = UNNAMED
+    """The calls of tools in earlier attempts at this sample; the worker sets it before `run`."""
 
     def __init__(
         self,

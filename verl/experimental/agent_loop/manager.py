@@ -19,6 +19,7 @@ from verl.experimental.agent_loop.interaction import interactions_of
 from verl.experimental.agent_loop.interaction_check import unheard
 from verl.experimental.agent_loop.registry import check_loop, known_loops, loop_class
 from verl.experimental.agent_loop.server_manager import COUNTS
+from verl.experimental.agent_loop.tool_calls import NAME as TOOL_CALLS
 from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
@@ -57,6 +58,9 @@ class AgentLoopManager:
         self._loops = known_loops(rollout.agent.agent_loop_config_path)
         self._servers = list(server_handles)
         self._pictures = _picture_processor(config.actor_rollout_ref.model)
+        self._tool_calls = (
+            Path(config.trainer.output_dir).absolute() / TOOL_CALLS if rollout.multi_turn.tool_config_path else None
+        )
         ranks = range(rollout.agent.num_workers)
         self._workers = [self._start(rank) for rank in ranks]
         self._failed: tuple[DataProto | None, dict[int, Any]] = None, {}
@@ -144,6 +148,9 @@ class AgentLoopManager:
         self._failed = prompts, parts
         results = self._gather(parts, self._deadline_s(len(samples)), begin, before)
         self._failed = None, {}
+        for rank in ranks:  # what was there for a further attempt
+            uids = samples.non_tensor_batch.get("uid", ())[bounds[rank] : bounds[rank + 1]]
+            self._workers[rank].forget.remote(set(uids))
         batch = DataProto.concat([results[rank] for rank in ranks])
         metrics = batch.meta_info.pop("metrics")
         batch.meta_info["timing"] = _summary(metrics) | {"agent_loop/total_s": time.monotonic() - started}
@@ -188,6 +195,7 @@ class AgentLoopManager:
             tokenizer_path=self._tokenizer_path,
             loops=self._loops,
             rank=rank,
+            tool_calls=self._tool_calls,
             pictures=self._pictures,
             takes_over=takes_over,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from verl.checkpoint_engine.support.loop_thread import LoopThread
@@ -42,11 +42,18 @@ class ToolThread:
         self._thread: LoopThread | None = None
 
     async def answer(
-        self, tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData, *, timeout_s: float
+        self,
+        tool: BaseTool,
+        arguments: dict[str, Any],
+        agent_data: AgentData,
+        *,
+        timeout_s: float,
+        has_begun: bool = False,
     ) -> ToolResponse:
-        """The tool's whole answer, or a text with its error."""
+        """The tool's whole answer, or a text with its error. `has_begun`: in a process that died."""
+        ask = tool.outcome_of if has_begun else tool.answer
         try:
-            return await self.run(_executed(tool, arguments, agent_data), tool.name, timeout_s=timeout_s)
+            return await self.run(_executed(ask, arguments, agent_data), tool.name, timeout_s=timeout_s)
         except TimeoutError as exc:
             return ToolResponse(text=f"error: {exc}")
 
@@ -77,9 +84,11 @@ class ToolThread:
             self._thread = None
 
 
-async def _executed(tool: BaseTool, arguments: dict[str, Any], agent_data: AgentData) -> ToolResponse:
+async def _executed(
+    ask: Callable[[dict[str, Any], AgentData], Awaitable[Any]], arguments: dict[str, Any], agent_data: AgentData
+) -> ToolResponse:
     try:
-        answer = await tool.answer(arguments, agent_data)
+        answer = await ask(arguments, agent_data)
         return answer if isinstance(answer, ToolResponse) else ToolResponse(text=answer_text(answer))
     except BaseException as exc:  # noqa: BLE001 - the model gets the error, as it would from any tool
         return ToolResponse(text=f"error: {type(exc).__name__}: {as_text(exc)}")

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,9 +17,11 @@ from verl.experimental.agent_loop.interaction import Partner, conversation, inte
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
 from verl.experimental.agent_loop.thinking import Reasoning, outside
 from verl.experimental.agent_loop.tool_answers import ToolThread, cut
+from verl.experimental.agent_loop.tool_calls import ToolAnswer
 from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tool_parser import ToolParser, in_tokenizer_thread
 from verl.experimental.agent_loop.tools import AgentData, BaseTool, ToolCall
+from verl.tools.schemas import ToolResponse
 from verl.utils.chat_template import turns_of, well_formed
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.pictures import MULTI_MODAL_DATA, Picture, PictureError, keep, pixel_limits
@@ -69,7 +72,7 @@ class ToolAgentLoop(AgentLoopBase):
         ends = () if sampling.ignore_eos else (await self.turns(shown)).stop_token_ids
         ends = (*ends, *self.parser.stop_token_ids)
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
-        agent_data = _agent_data(uuid4().hex, kwargs)
+        agent_data = _agent_data(await self.tool_calls.request_id(), kwargs)
         async with conversation(
             self.interactions, kwargs, agent_data.request_id, _tools_thread, self.multi_turn.tool_timeout_s
         ) as partner:
@@ -86,12 +89,13 @@ class ToolAgentLoop(AgentLoopBase):
         metrics = {"generate_s": 0.0, "tools_s": 0.0, "tool_calls": 0.0}
         num_turns, assistant_turns = 1, 0
         stop_reason: StopReason = "length"
+        request_id = uuid4().hex  # an attempt before may have left requests with its own on servers
         while response.room:
             started = time.monotonic()
             context = [*prompt_ids, *response.token_ids]
             seen: dict[str, Any] = {"image_data": list(agent_data.pictures)} if agent_data.pictures else {}
             output = await self.server_manager.generate(
-                agent_data.request_id,
+                request_id,
                 prompt_ids=context,
                 sampling_params=replace(sampling, max_tokens=response.room),
                 **seen,
@@ -103,7 +107,7 @@ class ToolAgentLoop(AgentLoopBase):
                 break
             started = time.monotonic()
             calls = await self._calls(output.token_ids, context)
-            replies = await self._replies(calls, output.token_ids, agent_data, partner)
+            replies = await self._replies(calls, context, output.token_ids, agent_data, partner)
             metrics["tools_s"] += time.monotonic() - started
             metrics["tool_calls"] += len(calls)
             if not replies:
@@ -127,57 +131,95 @@ class ToolAgentLoop(AgentLoopBase):
         return await self.parser.calls(said, self.shown_tools(self.config))
 
     async def _replies(
-        self, calls: Sequence[ToolCall], said: Sequence[int], agent_data: AgentData, partner: Partner | None
+        self,
+        calls: Sequence[ToolCall],
+        context: Sequence[int],
+        said: Sequence[int],
+        agent_data: AgentData,
+        partner: Partner | None,
     ) -> list[dict[str, Any]]:
         """What others say to a message of the policy: the tools that it calls, or else the partner. Empty: nobody."""
+        conversation = [*context, *said]
         if partner is None:
-            return await self._answers(calls, agent_data) if calls else []
+            return await self._answers(calls, conversation, agent_data) if calls else []
         text = await self.parser.text(said, skip_special_tokens=True)
         agent_data.messages.append({"role": "assistant", "content": text})
         if calls:
-            replies = await self._answers(calls, agent_data)
+            replies = await self._answers(calls, conversation, agent_data)
         else:
             reply = await partner.reply(agent_data)
             replies = [{"role": "user", "content": well_formed(reply)}] if reply is not None else []
         agent_data.messages += replies
         return replies
 
-    async def _answers(self, calls: Sequence[ToolCall], agent_data: AgentData) -> list[dict[str, Any]]:
+    async def _answers(
+        self, calls: Sequence[ToolCall], conversation: Sequence[int], agent_data: AgentData
+    ) -> list[dict[str, Any]]:
         """A message for each call that may be executed, and one for all others together."""
         most = self.multi_turn.max_parallel_calls
-        answers: list[Any] = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:most]))
+        answers: list[Any] = await asyncio.gather(
+            *(self._answer(call, conversation, number, agent_data) for number, call in enumerate(calls[:most]))
+        )
         if len(calls) > most:
             more = f" ({len(calls) - most} were not)" if len(calls) > most + 1 else ""
             answers.append(f"error: not executed; {most} call(s) per message are{more}")
         names = [call.name if call.name in self.tools else "unknown" for call in calls[: len(answers)]]
         return [{"role": "tool", "name": name, "content": answer} for name, answer in zip(names, answers, strict=True)]
 
-    async def _answer(self, call: ToolCall, agent_data: AgentData) -> str | list[dict[str, Any]]:
+    async def _answer(
+        self, call: ToolCall, conversation: Sequence[int], number: int, agent_data: AgentData
+    ) -> str | list[dict[str, Any]]:
         """What the model is told about its call: a text, or parts with pictures before the text.
 
         A tool's failure is an answer, too; nothing of it ends the sample. Raises AgentLoopError for what the model
         cannot see.
         """
         tool = self.tools.get(call.name)
-        images: Sequence[Any] = ()
         if call.error is not None:
-            answer = f"error: {call.error}"
-        elif tool is None:
-            answer = f"error: unknown tool {call.name!r}.{did_you_mean(call.name, self.tools)}"
-        else:
-            timeout_s = self.multi_turn.tool_timeout_s
-            response = await _tools_thread.answer(tool, call.arguments, agent_data, timeout_s=timeout_s)
-            answer, images = response.text or "", response.image or ()
-            if response.video:
-                raise AgentLoopError(f"tool {tool.name!r} answers with a video, and models see pictures alone")
+            return self._cut(f"error: {call.error}")
+        if tool is None:
+            return self._cut(f"error: unknown tool {call.name!r}.{did_you_mean(call.name, self.tools)}")
+        key = await self.tool_calls.key(conversation, number)
+        answer = await self.tool_calls.answer(
+            key,
+            idempotent=tool.idempotent,
+            execute=partial(self._executed, tool, call, agent_data, key),
+            outcome=partial(self._executed, tool, call, agent_data, key, has_begun=True),
+        )
+        agent_data.tool_rewards += answer.rewards
+        agent_data.reward_scores |= answer.scores
+        agent_data.extra_fields |= answer.extra_fields
+        return answer.content
+
+    async def _executed(
+        self, tool: BaseTool, call: ToolCall, agent_data: AgentData, key: str, *, has_begun: bool = False
+    ) -> ToolAnswer:
+        own = agent_data.for_call(key)
+        response = await _tools_thread.answer(
+            tool, call.arguments, own, timeout_s=self.multi_turn.tool_timeout_s, has_begun=has_begun
+        )
+        return ToolAnswer(
+            await self._content(tool, response),
+            own.tool_rewards[len(agent_data.tool_rewards) :],
+            _added(agent_data.reward_scores, own.reward_scores),
+            _added(agent_data.extra_fields, own.extra_fields),
+        )
+
+    async def _content(self, tool: BaseTool, response: ToolResponse) -> str | list[dict[str, Any]]:
+        answer, images = response.text or "", response.image or ()
+        if response.video:
+            raise AgentLoopError(f"tool {tool.name!r} answers with a video, and models see pictures alone")
         if images and self.pictures is None:
-            raise AgentLoopError(f"tool {call.name!r} answers with a picture, and the model reads text alone")
+            raise AgentLoopError(f"tool {tool.name!r} answers with a picture, and the model reads text alone")
         try:
             parts = [{"type": "image", "image": await self._kept(image)} for image in images]
         except PictureError as exc:
-            answer, parts = f"error: a picture of {call.name} {exc}", []
-        answer = cut(answer, self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side)
+            answer, parts = f"error: a picture of {tool.name} {exc}", []
+        answer = self._cut(answer)
         return [*parts, *([{"type": "text", "text": answer}] if answer else [])] if parts else answer
+
+    def _cut(self, answer: str) -> str:
+        return cut(answer, self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side)
 
     async def _kept(self, image: Any) -> Picture:
         """A tool's picture, with the run's limits of pixels. Raises PictureError for one that cannot be used."""
@@ -216,6 +258,10 @@ def _agent_data(request_id: str, sample: Mapping[str, Any]) -> AgentData:
         tools_kwargs=tools_kwargs,
         pictures=list(pictures),
     )
+
+
+def _added(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in after.items() if name not in before or before[name] is not value}
 
 
 def _tools(config: PPOConfig) -> dict[str, BaseTool]:

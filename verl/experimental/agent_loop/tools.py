@@ -8,7 +8,8 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.utils.config import ConfigError
@@ -37,6 +38,13 @@ class AgentData:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     pictures: list[Picture] = field(default_factory=list)
     """Those of the prompt, and of answers since."""
+    idempotency_key: str = ""
+    """Of the call for which a tool gets this: see `BaseTool.execute`."""
+
+    def for_call(self, key: str) -> AgentData:
+        """What one call gets: what it adds here is not there yet for those beside it."""
+        own = {name: copy(getattr(self, name)) for name in ("tool_rewards", "reward_scores", "extra_fields")}
+        return replace(self, idempotency_key=key, **own)
 
     @property
     def image_data(self) -> list[Image.Image]:
@@ -54,6 +62,9 @@ class BaseTool(ABC):
     schema: Mapping[str, Any]
     """The schema: a class attribute, or the entry's `tool_schema` in the YAML file."""
     default_config: ClassVar[Mapping[str, Any]] = {}
+    idempotent = False
+    """Whether a call may be executed twice: a class attribute, or the entry's `idempotent`. Without it, one that had
+    begun in a process that died is not repeated: see `outcome`."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, schema: Mapping[str, Any] | None = None) -> None:
         """`config` is the entry's `config`. Raises ConfigError without a usable schema."""
@@ -75,11 +86,29 @@ class BaseTool(ABC):
 
         Runs on the thread of the tools; a blocking tool delays other tools until its deadline. The model gets an
         exception as an error text.
+
+        If it has an argument `idempotency_key`, it gets the call's: 32 hexadecimal digits, the same if the call is
+        repeated. A service that knows the header `Idempotency-Key` then executes it once.
         """
+
+    async def outcome(self, arguments: dict[str, Any], idempotency_key: str) -> Any:
+        """As `execute`, for a call that had begun in a process that died, and may have been executed.
+
+        A tool whose service tells by a key what became of a call asks it here, and may wait. It must not execute
+        anything: it is repeated if its process dies, too.
+        """
+        return f"error: {self.name} was interrupted; it may have been executed, and is not repeated"
 
     async def answer(self, arguments: dict[str, Any], agent_data: AgentData) -> Any:
         """The result of `execute`. Tools written for verl also use `agent_data`."""
-        answer = self.execute(arguments)
+        keyed = "idempotency_key" in inspect.signature(self.execute).parameters
+        more = {"idempotency_key": agent_data.idempotency_key} if keyed else {}
+        answer = self.execute(arguments, **more)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def outcome_of(self, arguments: dict[str, Any], agent_data: AgentData) -> Any:
+        """The result of `outcome`."""
+        answer = self.outcome(arguments, agent_data.idempotency_key)
         return await answer if inspect.isawaitable(answer) else answer
 
 

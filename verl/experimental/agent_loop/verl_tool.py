@@ -21,6 +21,7 @@ class VerlTool(BaseTool):
     def __init__(self, tool: ToolOfVerl) -> None:
         """Raises ConfigError for a tool whose methods do not accept verl's arguments."""
         self.tool = tool
+        self.idempotent = getattr(tool, "idempotent", False)
         super().__init__(tool.config, tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True))
         for method, arguments in (
             (tool.execute, ("instance_id", "parameters", "agent_data")),
@@ -41,6 +42,12 @@ class VerlTool(BaseTool):
 
     async def execute(self, arguments: dict[str, Any]) -> Any:
         return await self.answer(arguments, AgentData())
+
+    async def outcome(self, arguments: dict[str, Any], idempotency_key: str) -> Any:
+        """Of the tool's own `outcome`, if it has one."""
+        own = getattr(self.tool, "outcome", super().outcome)
+        answer = own(arguments, idempotency_key)
+        return await answer if inspect.isawaitable(answer) else answer
 
     async def answer(self, arguments: dict[str, Any], agent_data: AgentData) -> ToolResponse:
         """What the tool answers; its rewards go to `agent_data`."""

@@ -7,6 +7,7 @@ import importlib
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
@@ -17,6 +18,7 @@ from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopError
 from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.experimental.agent_loop.registry import LoopEntry, constructor_arguments, loop_factory
 from verl.experimental.agent_loop.server_manager import COUNTS, Recording, ServerManager
+from verl.experimental.agent_loop.tool_calls import SampleCalls, ToolCalls
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
@@ -68,11 +70,12 @@ class AgentLoopWorker:
         tokenizer_path: str,
         loops: Mapping[str, LoopEntry],
         rank: int,
+        tool_calls: Path | None = None,
         pictures: PictureProcessor | None = None,
         takes_over: bool = False,
     ) -> None:
-        """`loops` are the driver's known loops. `pictures`: of a model that sees. `takes_over`: a worker of this rank
-        has died. Raises ConfigError for an unusable tokenizer."""
+        """`loops` are the driver's known loops. `tool_calls`: a directory, if there are tools. `pictures`: of a
+        model that sees. `takes_over`: a worker of this rank has died. Raises ConfigError for an unusable tokenizer."""
         begin_actor()
         if module := config.actor_rollout_ref.model.external_lib:  # it may register loops, and formats of tool calls
             importlib.import_module(module)
@@ -88,15 +91,18 @@ class AgentLoopWorker:
         self._under_way: dict[tuple[Hashable, ...], asyncio.Task[DataProto]] = {}
         """By their samples: batches for training, without seeds; also complete ones that are to be kept."""
 
+        self._tool_calls = ToolCalls(tool_calls and tool_calls / f"{rank}.calls", takes_over=takes_over)
         self._left_by: Sequence[Any] = servers if takes_over else ()
         """Servers that may keep calls of the worker that died."""
 
     async def ready(self) -> None:
-        """Return once the constructor has returned, and servers have told what a worker that died left with them."""
+        """Return once the constructor has returned, and it is known what a worker that died left: with servers, and of
+        its tools' calls."""
         servers, self._left_by = self._left_by, ()
         kept = await asyncio.gather(*(_taken(server, self._name) for server in servers))
         for sample, calls in calls_of(itertools.chain(*kept)).items():
             self._attempts.leave(sample, calls)
+        await self._tool_calls.opened()
 
     @property
     def _name(self) -> str:
@@ -153,6 +159,7 @@ class AgentLoopWorker:
         gone = frozenset(uids)
         for names in [names for names in self._under_way if names[0] in gone]:
             del self._under_way[names]
+        await self._tool_calls.forget(gone)
 
     async def _generate_sequences(self, samples: DataProto, first_index: int) -> DataProto:
         validate = samples.meta_info["validate"]
@@ -165,9 +172,9 @@ class AgentLoopWorker:
         step = samples.meta_info.get("global_steps", 0)
 
         async def run(
-            row: dict[str, Any], index: int, servers: Recording, done: AgentLoopOutput | None
+            row: dict[str, Any], index: int, servers: Recording, done: AgentLoopOutput | None, calls: SampleCalls
         ) -> AgentLoopOutput:
-            return running.finish(done or await self._run_one(row, sampling, index, servers))
+            return running.finish(done or await self._run_one(row, sampling, index, servers, calls))
 
         begun: dict[asyncio.Task[AgentLoopOutput], tuple[Hashable, Recording]] = {}
         for index, row in enumerate(_rows(samples), first_index):
@@ -177,7 +184,8 @@ class AgentLoopWorker:
             known_as = None if validate or row.get("uid") is None else (self._name, name)
             servers = Recording(self._servers, row.get("uid"), self._seed(step, row, index), calls, known_as)
             servers.sample.taken_over = sum(done.response_mask) if done else 0
-            begun[asyncio.create_task(run(row, index, servers, done))] = name, servers
+            tool_calls = self._tool_calls.of(row.get("uid"), (validate, name))
+            begun[asyncio.create_task(run(row, index, servers, done, tool_calls))] = name, servers
         self._running.append(running)
         try:
             outputs = await asyncio.gather(*begun)
@@ -230,7 +238,7 @@ class AgentLoopWorker:
         return derived(trainer.seed, step, row.get("uid"), index) if trainer.full_determinism else None
 
     async def _run_one(
-        self, row: dict[str, Any], sampling: SamplingOptions, index: int, servers: Recording
+        self, row: dict[str, Any], sampling: SamplingOptions, index: int, servers: Recording, tool_calls: SampleCalls
     ) -> AgentLoopOutput:
         name = row.get("agent_name") or default_loop(self._config)
         loop: Any = None
@@ -238,7 +246,7 @@ class AgentLoopWorker:
             try:
                 make_loop = loop_factory(name, self._loops)
                 loop = make_loop(**constructor_arguments(self._config, servers, self._tokenizer))
-                loop.pictures = self._pictures
+                loop.pictures, loop.tool_calls = self._pictures, tool_calls
                 output = await loop.run(sampling.as_dict(), **row)
                 if isinstance(output, AgentLoopOutput):
                     output = self._with_pictures(output, row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -20,14 +19,14 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 # Everything is imported before the user changes, who may not read where Python is.
 _TALK = """
 import encodings.idna, os, socket, sys
-user, patience, *places = sys.argv[1:]
+user, patience, words, *places = sys.argv[1:]
 os.setuid(int(user))
 for place in places:
     host, _, port = place.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=float(patience)) as talk:
             talk.settimeout(float(patience))
-            talk.sendall(bytes(64))
+            talk.sendall(bytes(int(words)))
             heard = talk.recv(64)
             print(f"heard {len(heard)} bytes" if heard else "shut out", flush=True)
     except TimeoutError:
@@ -37,16 +36,16 @@ for place in places:
 """
 
 
-def talk(places: list[tuple[str, int]], user: int, patience_s: float = PATIENCE_S) -> list[str]:
-    """What `user` gets for 64 bytes at each of `places`: `heard N bytes`, `shut out`, or `nothing`."""
-    command = [sys.executable, "-c", _TALK, str(user), str(patience_s), *(f"{host}:{port}" for host, port in places)]
+def talk(places: list[tuple[str, int]], user: int, patience_s: float = PATIENCE_S, *, words: int = 64) -> list[str]:
+    """What `user` gets for bytes at each of `places`, `words` of them: `heard N bytes`, `shut out`, or `nothing`."""
+    command = [
+        sys.executable,
+        "-c",
+        _TALK,
+        str(user),
+        str(patience_s),
+        str(words),
+        *(f"{host}:{port}" for host, port in places),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return done.stdout.splitlines()
-
-
-def can_connect(host: str, port: int, patience_s: float = PATIENCE_S) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=patience_s).close()
-    except OSError:
-        return False
-    return True

@@ -72,6 +72,13 @@ def test_an_interface_that_nobody_has_is_wrong(monkeypatch: pytest.MonkeyPatch, 
     assert (found.state, f"{variable}={value}" in found.found) == (state, True)
 
 
+@pytest.mark.parametrize("filters", [True, False])
+def test_whether_the_kernel_keeps_others_away_is_told(monkeypatch: pytest.MonkeyPatch, filters: bool):
+    monkeypatch.setattr(host, "can_filter", lambda: filters)
+    found = finding("sockets")
+    assert (found.state, "CAP_NET_ADMIN" in found.found) == ("ok", not filters)
+
+
 def test_a_backend_whose_interface_is_missing_is_wrong():
     config = CheckpointEngineConfig.from_mapping({"backend": "tcp", "engine_kwargs": {"tcp": {"interface": "ib7"}}})
     found = finding("backend", config)

@@ -21,6 +21,7 @@ from verl.checkpoint_engine.errors import CheckpointEngineError
 from verl.checkpoint_engine.links.rdma import get_rdma_devices, list_ib_devices
 from verl.checkpoint_engine.registry import resolve_backend
 from verl.checkpoint_engine.support import envs
+from verl.checkpoint_engine.support.admission import LOOK_S, can_filter
 from verl.checkpoint_engine.support.device import device_module, resolve_device
 from verl.checkpoint_engine.support.network import unknown_interfaces
 from verl.doctor.finding import Finding
@@ -51,7 +52,10 @@ def host_findings(config: CheckpointEngineConfig, asked: Asked | None = None) ->
     """All checks of this host. None of them raises. `asked`: None of a host of a cluster, which may have rollouts only,
     or the head alone."""
     host = socket.gethostname()
-    before, after = (_python, _packages, _shared_memory, _memory, _files, _ports, _backend), (_rdma, _network)
+    before, after = (
+        (_python, _packages, _shared_memory, _memory, _files, _ports, _backend),
+        (_rdma, _network, _strangers),
+    )
     found = [finding for check in before for finding in check(host, config)]
     found += _devices(host, asked or Asked())
     return [*found, *(finding for check in after for finding in check(host, config))]
@@ -253,6 +257,14 @@ def _network(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
     chosen = {name: value for name in SHOWN if (value := os.environ.get(name))}
     settings = "".join(f"; {name}={value}" for name, value in chosen.items())
     yield Finding(check="network", where=host, state="ok", found=(", ".join(up) or "only loopback") + settings)
+
+
+def _strangers(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
+    found, remedy = "the kernel keeps other users away", ""
+    if not can_filter():
+        found = f"other users are cut off within {LOOK_S * 1000:.0f} ms: this kernel lets only CAP_NET_ADMIN filter"
+        remedy = "on a host with other users, run jobs in a container with a network of its own"
+    yield Finding(check="sockets", where=host, state="ok", found=found, remedy=remedy)
 
 
 def _wrong(check: str, where: str, found: str, remedy: str) -> Finding:

@@ -3,12 +3,15 @@
 import os
 import re
 import socket
+import subprocess
 
 import pytest
 
+from tests.strangers import needs_root
 from verl.trainer.config.checking import on_its_device
 from verl.trainer.config.loader import load_config
 from verl.trainer.main_ppo import check_ppo
+from verl.trainer.ppo import surroundings
 from verl.trainer.ppo.known_good import known_good
 from verl.trainer.ppo.requirements import require_of_this_host, require_writable
 from verl.trainer.ppo.surroundings import taken_ports, unwritable
@@ -45,6 +48,16 @@ def test_a_port_that_is_taken_is_told():
             f"trainer.metrics_port={port} cannot be served at 127.0.0.1"
         ]
     assert list(taken_ports(config)) == []
+
+
+@needs_root
+@pytest.mark.parametrize("filters", [True, False])
+def test_other_people_on_the_host_are_told_where_the_kernel_does_not_keep_them_away(filters, monkeypatch):
+    monkeypatch.setattr(surroundings, "can_filter", lambda: filters)
+    with subprocess.Popen(["sleep", "60"], user=1234) as other:
+        said = list(surroundings.unfiltered_users())
+        other.kill()
+    assert said == [] if filters else "1234" in "".join(said)
 
 
 @pytest.fixture

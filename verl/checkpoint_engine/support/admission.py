@@ -1,13 +1,16 @@
 """Restrict which peers may connect to listening sockets of libraries that check no password.
 
 Mooncake, UCX, gloo and torch's store answer every peer. So their sockets get a packet filter (socket(7),
-SO_ATTACH_FILTER), which needs no privilege and which connections inherit:
+SO_ATTACH_FILTER), which connections inherit:
 
     from another host    only if its address is one of the job's
     from this host       only if the peer process belongs to the same user. A packet does not show that: the filter
                          admits the connection, but drops its data until a thread has found the user in
                          /proc/net/tcp. The peer's kernel sends the data again after 200 ms, once per connection
     otherwise            the filter drops all packets, also the first of a connection
+
+From 2026 on, Linux (5d39580f68e6, also in later releases of older series) lets only CAP_NET_ADMIN attach a filter to a
+TCP socket. Without it the thread finds the same peers, and cuts the others off: they may have talked for LOOK_S.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
@@ -67,6 +70,10 @@ class Unguarded(RuntimeError):
     """A socket could not be guarded. (OSError is left to the libraries' own failures.)"""
 
 
+class NotPrivileged(Unguarded):
+    """The kernel lets this process attach no filter."""
+
+
 def program(admission: Admission) -> list[Instruction]:
     """The packet filter: from other hosts those of `admission`; from this one packets without data, or none. It reads
     the index of the loopback interface, over which all local packets arrive; otherwise pure."""
@@ -108,7 +115,7 @@ def _widened(address: str, length: int) -> ipaddress.IPv4Network:
 
 
 def attach(sock: socket.socket, filter_: Sequence[Instruction]) -> None:
-    """Attach the filter to `sock`. Raises Unguarded if the kernel does not support it."""
+    """Attach the filter to `sock`. Raises NotPrivileged, and Unguarded if the kernel does not support it."""
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in filter_))
     try:
         sock.setsockopt(
@@ -116,8 +123,20 @@ def attach(sock: socket.socket, filter_: Sequence[Instruction]) -> None:
             SO_ATTACH_FILTER,
             struct.pack("HxxxxxxP", len(filter_), ctypes.addressof(instructions)),
         )
+    except PermissionError as exc:
+        raise NotPrivileged(str(exc)) from exc
     except OSError as exc:
         raise Unguarded(f"this kernel cannot restrict who connects to a listening socket: {exc}") from exc
+
+
+def can_filter() -> bool:
+    """Whether the kernel lets this process restrict who connects."""
+    with socket.socket() as sock:
+        try:
+            attach(sock, [_PASS])
+        except NotPrivileged:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -213,8 +232,19 @@ def _strangers_at(ports: Collection[int]) -> list[Connection]:
 class Doorkeeper:
     """Guards listening sockets of this process, as long as they are open. Used by one thread."""
 
-    def __init__(self, admission: Admission = OWN_USER) -> None:
+    def __init__(
+        self,
+        admission: Admission = OWN_USER,
+        *,
+        attach: Callable[[socket.socket, Sequence[Instruction]], None] = attach,
+    ) -> None:
+        """`attach`: as the function above, for tests."""
         self._admission = admission
+        self._attach = attach
+        self._filters = True
+        """Whether the kernel drops packets. Otherwise this thread alone shuts peers out."""
+        self._knows_hosts = admission != OWN_USER
+        """Whether those of other hosts are shut out by this thread. Members may connect before `admit` names them."""
         self._guarded: dict[int, int] = {}
         """Ports by inode."""
         self._judged: set[tuple[End, End, int]] = set()
@@ -247,9 +277,15 @@ class Doorkeeper:
 
     def _guard(self, sock: socket.socket) -> None:
         inode, port = os.fstat(sock.fileno()).st_ino, sock.getsockname()[1]
-        attach(sock, program(self._admission))
         self._guarded = {known: at for known, at in self._guarded.items() if known in sockets_here()} | {inode: port}
-        if self._admission.local:
+        self._restrict(sock)
+
+    def _restrict(self, sock: socket.socket) -> None:
+        try:
+            self._attach(sock, program(self._admission))
+        except NotPrivileged:
+            self._filters = False
+        if self._admission.local or not self._filters:
             self._watch(sock)
 
     def take_over(self, known: Collection[int] = ()) -> None:
@@ -269,15 +305,14 @@ class Doorkeeper:
 
     def admit(self, admission: Admission) -> None:
         """Set the peers that may connect from now on; existing connections stay."""
+        self._knows_hosts = True
         if admission == self._admission:
             return
         self._admission = admission
         for inode in self._guarded:
             if (sock := borrowed(inode)) is not None:
                 with sock:
-                    attach(sock, program(admission))
-                    if admission.local:
-                        self._watch(sock)
+                    self._restrict(sock)
 
     def close(self) -> None:
         """Stop admitting peers of this host. Idempotent."""
@@ -307,7 +342,8 @@ class Doorkeeper:
         busy_until = time.monotonic() + BUSY_S
         while not self._closed:
             # A connection that its library accepts before this thread runs is no event any more.
-            arrived = self._epoll.poll(LOOK_S if time.monotonic() < busy_until else IDLE_LOOK_S)
+            is_busy = time.monotonic() < busy_until or not self._filters
+            arrived = self._epoll.poll(LOOK_S if is_busy else IDLE_LOOK_S)
             if any(fd == self._wake for fd, _ in arrived):
                 os.eventfd_read(self._wake)
             here = set(sockets_here())
@@ -336,15 +372,25 @@ class Doorkeeper:
             peer = other_end.get((row.remote, row.local))
             if peer is None and (row.remote, row.local) not in left:
                 # Of another host; or the kernel left it out of the table, which it does not write at one moment.
-                later = later or row.remote[0] == row.local[0]
-                continue
+                is_here = row.remote[0] == row.local[0]
+                later = later or is_here
+                if is_here or self._filters or not self._knows_hosts:
+                    continue
+                if self._is_of_the_job(row.remote[0]):
+                    self._judged.add(known)
+                    continue
             if row.inode == 0 or (sock := borrowed(row.inode)) is None:
                 later = True  # it is accepted first, and then gets a descriptor
             else:
                 with sock, contextlib.suppress(OSError):  # it was just closed
-                    if peer is not None and peer.uid == os.geteuid():
-                        sock.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+                    if peer is not None and peer.uid == os.geteuid() and self._admission.local:
+                        if self._filters:
+                            sock.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
                     else:
                         sock.shutdown(socket.SHUT_RDWR)
                 self._judged.add(known)
         return later
+
+    def _is_of_the_job(self, host: str) -> bool:
+        address = ipaddress.ip_address(host)
+        return any(address in network for network in _networks(self._admission.addresses))

@@ -40,6 +40,7 @@ from verl.trainer.ppo.requirements import (
 )
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.settled import scheduled, total_steps
+from verl.trainer.ppo.surroundings import unfiltered_users
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader
 from verl.utils.device import resolve_device
@@ -117,6 +118,8 @@ def checked_job(config: PPOConfig, trainer_class: type[RayPPOTrainer]) -> Job:
     require_policy_engines(config, policy, device)
     arena_nbytes = nbytes_of_arena(config, model_path, adapters)
     require_of_this_host(config, arena_nbytes)
+    for line in unfiltered_users():
+        logger.warning("%s", line)
     replicas = make_replicas(config, model_path=model_path, device=device)
     agent_loop_manager_class = load_agent_loop_manager(config)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)

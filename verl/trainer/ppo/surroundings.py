@@ -7,11 +7,17 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from verl.checkpoint_engine.support import envs
+from verl.checkpoint_engine.support.admission import LOOK_S, can_filter
 from verl.checkpoint_engine.support.memory import free_nbytes, in_words
 from verl.checkpoint_engine.support.network import unknown_interfaces
 from verl.trainer.fleet.address import LOCAL, address_of
 from verl.workers.config import PPOConfig
+
+PEOPLE = range(1000, 65534)
+"""User ids below are those of the system's own services."""
 
 
 def unwritable(config: PPOConfig) -> Iterator[str]:
@@ -75,3 +81,20 @@ def absent_interfaces(config: PPOConfig, device: str) -> Iterator[str]:
     if starts_ray(config):
         used = ("GLOO",) if device == "cpu" else ("GLOO", "NCCL")
         yield from (line for variable, line in unknown_interfaces().items() if variable.startswith(used))
+
+
+def unfiltered_users() -> Iterator[str]:
+    """A line if the kernel does not let this user keep others of this host away, and there are such people."""
+    if can_filter():
+        return
+    others = {
+        process.info["username"] or "unknown"
+        for process in psutil.process_iter(["uids", "username"])
+        if (uids := process.info["uids"]) and uids.real in PEOPLE and uids.real != os.getuid()
+    }
+    if others:
+        yield (
+            "this kernel lets only CAP_NET_ADMIN filter who connects: other users of this host "
+            f"({', '.join(sorted(others))}) are cut off within {LOOK_S * 1000:.0f} ms, and what they send until then "
+            "may be read (SECURITY.md)"
+        )

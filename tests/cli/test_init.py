@@ -56,4 +56,4 @@ def test_a_directory_that_holds_something_is_left_as_it_is(project: Path):
 def test_a_place_where_nothing_can_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     again = CliRunner().invoke(cli, ["init", str(tmp_path / "file" / "project")])
-    assert (again.exit_code, "cannot be written: Not a directory" in again.output) == (1, True)
+    assert (again.exit_code, "cannot be written: Not a directory" in again.output) == (2, True)

@@ -137,3 +137,41 @@ def test_completion_prints_a_script_that_its_shell_reads(shell: str):
     assert "verl-sync" in script
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=script, text=True, timeout=60, check=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "empty"),
+        ("report", "run", "-o", "/proc/page.html"),
+        ("report", "damaged"),
+        ("watch", "empty", "--text"),
+        ("watch", "run", "--host", "192.0.2.77"),
+        ("trace", "empty"),
+        ("trace", "run", "-o", "/proc/trace.json"),
+        ("diff", "run", "empty"),
+        ("diff", "run", "damaged"),
+        ("mismatch", "empty", "--step", "1"),
+        ("init", "run"),
+        ("init", "/proc/project"),
+        ("plan", "empty"),
+        ("certify", "--model", "empty"),
+        ("serve", "--model", "empty"),
+        ("update", "--checkpoint-path", "empty"),
+        ("train", "--config-path", "empty", "--config-name", "none"),
+        ("train", "trainer.default_local_dir=/proc/run"),
+    ],
+    ids=" ".join,
+)
+def test_what_the_command_line_names_and_cannot_be_used_is_exit_code_2(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    for name, text in (("empty", None), ("run", '{"step": 0}\n'), ("damaged", "{damaged\n")):
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "metrics.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capfd.readouterr().err
+    assert (ended.value.code, "error: " in said, "Traceback" in said) == (2, True, False)

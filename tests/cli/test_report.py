@@ -145,7 +145,7 @@ def test_tokens_are_text_with_the_tokenizer_of_the_model_or_of_the_newest_checkp
     texts = [piece["text"] for piece in data_of(run / "report.html")["samples"][0]["pieces"]]
     assert data_of(run / "report.html")["decoded"]
     assert not any(text.split() == ["5", "6"] for text in texts)
-    assert report(run, "--tokenizer", run).exit_code == 1
+    assert report(run, "--tokenizer", run).exit_code == 2
     shutil.rmtree(run / "global_step_12")
     record_run(run, load_config(), tokenizer=model)
     report(run)

@@ -162,7 +162,7 @@ def test_whoever_may_read_the_run_may_read_the_trace_and_nobody_else(tmp_path: P
 def test_a_file_that_is_none_of_a_run_is_an_error_in_words(tmp_path: Path, file: str, text: str, said: str):
     (tmp_path / file).write_text(text)
     done = trace(tmp_path)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert said in done.output
 
 
@@ -182,5 +182,5 @@ def test_a_directory_without_a_run_is_told(tmp_path: Path):
 @pytest.mark.parametrize("place", ["nowhere/trace.json", "metrics.jsonl/trace.json", "/proc/trace.json"])
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, place: str):
     done = trace(write_run(tmp_path), "-o", str(tmp_path / place))
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert re.fullmatch(rf"Error: cannot write .*{place}: [\w ]+\. Name another file with --output\n", done.output)

@@ -119,7 +119,7 @@ def test_a_port_that_is_taken_is_one_line(run: Path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = CliRunner().invoke(cli, ["watch", str(run), "--port", str(taken.getsockname()[1])])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "in use" in done.output.splitlines()[-1]
 
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from safetensors import SafetensorError, safe_open
 
 from verl.cli.differences import Compared, Difference
+from verl.cli.look import Unusable
 from verl.trainer.checkpoints import COMPARED_NBYTES, PARTS, CheckpointDirectory, TrainerState
 from verl.utils.config import ConfigError
 from verl.utils.file_digests import damaged, noted_in
@@ -28,19 +28,19 @@ def checkpoint_differences(a: Path, b: Path, compared: Compared) -> Iterator[Dif
     """Between `global_step_N` directories: the driver's state, then training states, then exported models.
 
     What only one of them has, as an exported model, is not compared. Parts whose recorded digests are equal are not
-    read. Raises click.ClickException for files that are damaged or no checkpoint's.
+    read. Raises Unusable for files that are damaged or no checkpoint's.
     """
     try:
         for path in (a, b):
             for part in PARTS:
                 if wrong := (path / part).is_dir() and damaged(path / part, bytes_up_to=COMPARED_NBYTES):
-                    raise click.ClickException(f"the checkpoint {path} is damaged: {wrong}")
+                    raise Unusable(f"the checkpoint {path} is damaged: {wrong}")
         yield from _of_driver(CheckpointDirectory.read(a), CheckpointDirectory.read(b))
         for part in filter(None, PARTS):
             yield from _of_state(part, a / part, b / part, compared)
             yield from _of_exported(part, a / part, b / part, compared)
     except (ConfigError, OSError, ValueError) as exc:
-        raise click.ClickException(str(exc)) from exc
+        raise Unusable(str(exc)) from exc
 
 
 def _of_driver(ours: TrainerState, theirs: TrainerState) -> Iterator[Difference]:

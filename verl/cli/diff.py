@@ -20,10 +20,6 @@ WIDEST = 48
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-class Incomparable(click.ClickException):
-    exit_code = 2  # 1 says that two runs differ
-
-
 @click.command(cls=Command, context_settings=SETTINGS)
 @click.argument("run_a", metavar="RUN_A", type=DIRECTORY)
 @click.argument("run_b", metavar="RUN_B", type=DIRECTORY)
@@ -40,11 +36,8 @@ def command(run_a: Path, run_b: Path, as_json: bool, shows_all: bool) -> None:
     Exit code: 0 for equal runs, even if their settings differ; 1 for different ones; 2 for what cannot be compared.
     """
     compared = Compared()
-    try:
-        runs = read_run_to_compare(run_a), read_run_to_compare(run_b)
-        found = first_differences(*runs, compared)
-    except click.ClickException as exc:
-        raise Incomparable(exc.message) from exc
+    runs = read_run_to_compare(run_a), read_run_to_compare(run_b)
+    found = first_differences(*runs, compared)
     settings = differing_settings(*runs)
     step, differences = found or (None, [])
     if as_json:

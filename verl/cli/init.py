@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from verl.cli.look import SETTINGS, Command
+from verl.cli.look import SETTINGS, Command, Unusable
 
 NAMES = {"gitignore": ".gitignore"}
 """Files with another name in a project."""
@@ -29,7 +29,7 @@ def command(directory: Path) -> None:
     README.md says what to change.
     """
     if directory.is_dir() and any(directory.iterdir()):
-        raise click.ClickException(f"{directory} is not empty: name a directory that is not there yet")
+        raise Unusable(f"{directory} is not empty: name a directory that is not there yet")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for each in files("verl.cli").joinpath("project").iterdir():
@@ -38,7 +38,7 @@ def command(directory: Path) -> None:
                 made.write_text(each.read_text(encoding="utf-8"), encoding="utf-8")
                 made.chmod(0o755 if made.suffix == ".sh" else 0o644)
     except OSError as exc:
-        raise click.ClickException(f"{directory} cannot be written: {exc.strerror}") from exc
+        raise Unusable(f"{directory} cannot be written: {exc.strerror}") from exc
     words = {"directory": shlex.quote(str(directory)), "python": shlex.quote(sys.executable)}
     click.echo(f"{directory} is made; {directory / 'README.md'} names its files. Next:")
     for line in NEXT:

@@ -28,6 +28,13 @@ class Context(click.Context):
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": WIDEST}
 
 
+class Unusable(click.ClickException):
+    """What the command line names cannot be used: a directory without a run, a damaged file, a place that cannot be
+    written. Exit code 2, as for a mistake on the command line; 1 is for what a command finds."""
+
+    exit_code = 2
+
+
 class Command(click.Command):
     context_class = Context
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
 from verl.checkpoint_engine.support import records
 from verl.cli.differences import Compared, Difference
+from verl.cli.look import Unusable
 from verl.cli.run_files import METRICS_FILE, read_settings, read_starts
 from verl.cli.samples import KEYS, named_directories, sample_files
 from verl.utils.measured import OF_SAMPLES, OF_SETTINGS, is_measured
@@ -38,16 +37,16 @@ class RunToCompare:
 
 
 def read_run_to_compare(directory: Path) -> RunToCompare:
-    """Raises click.ClickException for a directory without a run's metrics, and for files with other content."""
+    """Raises Unusable for a directory without a run's metrics, and for files with other content."""
     try:
         found = records.read(directory / METRICS_FILE)[0]
         metrics = {_step(record, directory): record for record in found}
         settings = read_settings(directory)
         starts = read_starts(directory)
     except FileNotFoundError as exc:
-        raise click.ClickException(f"{directory} has no run to compare: there is no {METRICS_FILE}") from exc
+        raise Unusable(f"{directory} has no run to compare: there is no {METRICS_FILE}") from exc
     except (OSError, ValueError) as exc:
-        raise click.ClickException(str(exc)) from exc
+        raise Unusable(str(exc)) from exc
     checkpoints = {
         int(path.name.removeprefix("global_step_")): path
         for path in directory.glob("global_step_*")
@@ -88,7 +87,7 @@ def first_differences(a: RunToCompare, b: RunToCompare, compared: Compared) -> t
     """The first step that differs, and all that differs in it; None if none does.
 
     Whatever only one run kept, as checkpoints of other steps, is not compared; a step without metrics in one of the two
-    is a difference. Raises click.ClickException for damaged files.
+    is a difference. Raises Unusable for damaged files.
     """
     for step in sorted(a.steps | b.steps):
         found = [*_of_samples(a, b, step, compared), *_of_metrics(a, b, step, compared)]
@@ -179,4 +178,4 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
     try:
         return records.read(path, "sample")[0]
     except (OSError, ValueError) as exc:
-        raise click.ClickException(str(exc)) from exc
+        raise Unusable(str(exc)) from exc

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import yaml
 
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.support import records
+from verl.cli.look import Unusable
 from verl.trainer.config.record import CONFIG_FILE, RUNS_FILE
 from verl.utils.timing import TIMELINE_FILE, Span
 
@@ -45,7 +45,7 @@ class RunFiles:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Read a run. Raises click.ClickException for a directory without a run's files, and for an invalid file."""
+    """Read a run. Raises Unusable for a directory without a run's files, and for an invalid file."""
     try:
         metrics = _read(directory / METRICS_FILE)
         reports = [msgspec.convert(record, SyncReport) for record in _read(directory / REPORTS_FILE)]
@@ -54,9 +54,9 @@ def read_run(directory: Path) -> RunFiles:
         settings = read_settings(directory)
         _require_moments(directory, spans, reports)
     except (OSError, ValueError) as exc:  # msgspec's errors are of the second kind
-        raise click.ClickException(str(exc)) from exc
+        raise Unusable(str(exc)) from exc
     if not metrics and not reports and not spans and not starts:
-        raise click.ClickException(f"{directory} has no run: there is none of {', '.join(WATCHED)}")
+        raise Unusable(f"{directory} has no run: there is none of {', '.join(WATCHED)}")
     return RunFiles(
         directory=directory, metrics=metrics, reports=reports, spans=spans, starts=starts, settings=settings
     )
@@ -100,7 +100,7 @@ def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def write_beside(run: RunFiles, output: Path, text: str) -> None:
-    """Write `output` with the read permissions of the run, whose data it has. Raises click.ClickException."""
+    """Write `output` with the read permissions of the run, whose data it has. Raises Unusable."""
     known = [run.directory / name for name in WATCHED]
     mode = next(path.stat().st_mode for path in known if path.exists()) & 0o644
     partial = output.with_name(f".{output.name}.partial")
@@ -113,4 +113,4 @@ def write_beside(run: RunFiles, output: Path, text: str) -> None:
     except OSError as exc:
         with suppress(OSError):  # whatever kept it from being written, as a read-only disk, may do so again
             partial.unlink()
-        raise click.ClickException(f"cannot write {output}: {exc.strerror}. Name another file with --output") from exc
+        raise Unusable(f"cannot write {output}: {exc.strerror}. Name another file with --output") from exc

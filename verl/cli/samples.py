@@ -7,9 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import click
-
 from verl.checkpoint_engine.support import records
+from verl.cli.look import Unusable
 from verl.cli.run_files import RunFiles
 
 Decode = Callable[[Sequence[int]], str]
@@ -53,19 +52,19 @@ def named_directories(run: Path, settings: Mapping[str, Any], starts: Sequence[M
 def read_samples(directories: Sequence[Path], *, steps: int, per_step: int, decode: Decode | None) -> list[Any]:
     """The first `per_step` samples of the last `steps` files of every directory.
 
-    Raises click.ClickException for a directory without samples and for a file with other content.
+    Raises Unusable for a directory without samples and for a file with other content.
     """
     found: list[Any] = []
     for directory in directories:
         files = sample_files(directory)
         if not files:
-            raise click.ClickException(f"{directory} has no file of samples, like 3.jsonl")
+            raise Unusable(f"{directory} has no file of samples, like 3.jsonl")
         for file in files[-steps:] if steps else ():
             try:
                 rows = records.read(file, "sample")[0]
                 found += [_shown(row, directory.name, decode) for row in rows[:per_step]]
             except (OSError, ValueError, TypeError, AttributeError) as exc:
-                raise click.ClickException(f"{file}: {exc}") from exc
+                raise Unusable(f"{file}: {exc}") from exc
     return found
 
 
@@ -78,7 +77,7 @@ def decoder(given: Path | None, run: RunFiles) -> Decode | None:
     """Converts token ids to text by `tokenizer.json` in `given`, or else in the run's newest checkpoint or its last
     start's record. None without one."""
     if given is not None and not (given / "tokenizer.json").is_file():
-        raise click.ClickException(f"--tokenizer {given}: there is no tokenizer.json")
+        raise Unusable(f"--tokenizer {given}: there is no tokenizer.json")
     saved = sorted(run.directory.glob("global_step_*/**/tokenizer.json"), key=lambda path: path.stat().st_mtime)
     recorded = [Path(str(start["tokenizer"])) / "tokenizer.json" for start in run.starts if start.get("tokenizer")]
     known = [path for path in (*recorded, *saved) if path.is_file()]
@@ -90,7 +89,7 @@ def decoder(given: Path | None, run: RunFiles) -> Decode | None:
     try:
         tokenizer: Any = Tokenizer.from_file(str(path))
     except Exception as exc:  # the package raises nothing narrower
-        raise click.ClickException(f"{path}: {exc}") from exc
+        raise Unusable(f"{path}: {exc}") from exc
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 

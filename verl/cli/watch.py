@@ -20,7 +20,7 @@ from rich.console import Console
 from verl.checkpoint_engine.support import records
 from verl.checkpoint_engine.support.console import is_live
 from verl.cli.incidents import incidents
-from verl.cli.look import SETTINGS, Command
+from verl.cli.look import SETTINGS, Command, Unusable
 from verl.cli.report import DIRECTORY, page
 from verl.cli.report_data import about, report_data
 from verl.cli.run_files import WATCHED, RunFiles, read_run
@@ -142,14 +142,14 @@ def application(watched: Watched) -> web.Application:
 
 
 async def served(watched: Watched, host: str, port: int) -> None:
-    """Serve until the task is cancelled. Raises click.ClickException if the port is in use."""
+    """Serve until the task is cancelled. Raises Unusable if the port is in use."""
     runner = web.AppRunner(application(watched), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     try:
         await site.start()
     except OSError as exc:
-        raise click.ClickException(f"--host {host} --port {port}: {exc.strerror}") from exc
+        raise Unusable(f"--host {host} --port {port}: {exc.strerror}") from exc
     served = runner.addresses[0]
     name = f"[{served[0]}]" if ":" in served[0] else served[0]
     click.echo(f"http://{name}:{served[1]}/?token={watched.token}")

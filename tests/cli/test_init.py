@@ -47,7 +47,7 @@ def test_a_directory_that_holds_something_is_left_as_it_is(project: Path):
     (project / "reward.py").write_text("mine")
     again = CliRunner().invoke(cli, ["init", str(project)])
     assert (again.exit_code, again.output) == (
-        1,
+        2,
         f"Error: {project} is not empty: name a directory that is not there yet\n",
     )
     assert (project / "reward.py").read_text() == "mine"

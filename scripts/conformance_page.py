@@ -24,6 +24,8 @@ from verl.checkpoint_engine.conformance.verdicts import FAULTS  # noqa: E402
 PAGE = REPOSITORY / "docs" / "conformance.md"
 RUNS = REPOSITORY / "scripts" / "conformance_runs.json"
 """Of each route its run with faults: engine, dtype, date, and what came of each cell."""
+SGLANG = "SGLang "
+"""Begins the name of a route of SGLang there."""
 CANNOT = {
     "An answer is attributed to the wrong version": (
         "https://github.com/areal-project/AReaL/pull/1569",
@@ -70,7 +72,6 @@ without users: it gets other weights, and at the end, also after Ctrl-C, those o
 SGLang is recognised by its answers. It needs a flag for `arena` alone: `--custom-weight-loader
 verl.checkpoint_engine.engines.sglang.loader.load`. Each route but `disk` needs `--pause-mode abort` or `keep`. SGLang
 0.5.23 was certified over all four (`qwen3`, float32, CPU), and 16 faults seeded in its ranks and routes were named.
-`--faults` is for vLLM alone.
 
 ## What is compared
 
@@ -204,6 +205,56 @@ ask
 """
 
 
+FOUND_IN_SGLANG = """
+## Found in SGLang
+
+SGLang 0.5.23 on a CPU, 2026-11-30, a Qwen3 in float32. To reproduce, with any model:
+
+```
+post() { curl -s -X POST localhost:30000/$1 -H 'Content-Type: application/json' -d "$2"; echo; }
+ask() { post generate '{"input_ids": [5, 6, 7, 8], "sampling_params": {"temperature": 0, "max_new_tokens": 20}}'; }
+```
+
+`update_weights_from_disk` of a safetensors file that is cut off. SGLang tries to load the original weights again, but
+from the new path. So that fails, too, and ends the server.
+[sgl-project/sglang#30749](https://github.com/sgl-project/sglang/pull/30749) reports this cause:
+
+```
+cp -r DIR CUT && truncate -s -1000 CUT/model.safetensors
+post update_weights_from_disk '{"model_path": "'$PWD'/CUT"}'
+curl -s -o /dev/null -w '%{http_code}\\n' localhost:30000/health
+```
+
+`update_weights_from_disk` of a server that is not paused, with requests in flight. Six of 30 updates were answered
+with 400: *Weights were updated, but the cache was not flushed*. The server then has new weights, the old label and the
+old prefix cache. In earlier versions this was an assertion
+([sgl-project/sglang#14062](https://github.com/sgl-project/sglang/issues/14062)):
+
+```
+for i in 1 2 3 4; do (for n in $(seq 100); do ask; done > /dev/null) & done
+for v in $(seq 30); do post update_weights_from_disk '{"model_path": "DIR", "weight_version": "'$v'"}'; done
+```
+
+`begin_weight_update` has no owner and no deadline, as `pause_generation`. If a pusher is killed, every later one is
+refused. Between begin and end `continue_generation` is not refused, and the server computes with what it has
+([sgl-project/sglang-omni#784](https://github.com/sgl-project/sglang-omni/pull/784) asks to stay paused):
+
+```
+post begin_weight_update '{}'
+post begin_weight_update '{}'
+```
+
+`init_weights_update_group` with a pusher that does not join. The scheduler waits for it. The server computes no token,
+and `/health` is 503:
+
+```
+post init_weights_update_group '{"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1,
+    "world_size": 2, "backend": "gloo"}' &
+sleep 1; ask
+```
+"""
+
+
 CONTRACT = """
 ## The recovery contract
 
@@ -216,7 +267,7 @@ verl-sync certify --server http://127.0.0.1:8000 --model DIR --route disk --faul
 
 Faults hit a pusher in a process of its own, or the relay between it and the server. Then the server's state is
 observed as above, and the next update is pushed. With `--worker-pid PID`, a process of the server is stopped and, at
-the end, killed; then restart the server. A promise that is broken gives exit code 1.
+the end, killed (SGLang: `sglang::scheduler`); then restart the server. A promise that is broken gives exit code 1.
 
 **Who may do what.** One pusher at a time pauses, loads and resumes. A second one is refused before it changes
 anything. If the pusher is gone, its deputy (a process that outlives it, or a lease in the server) resumes or loads
@@ -242,6 +293,13 @@ that was down until the publisher had given up. A bit that flips in shared memor
 The cells of `update` are from the log of a run that was cut off. In `disk`, `server lost` was added by hand."""
 
 
+RESULTS_OF_SGLANG = """`disk` and `tensor` are drivers of public calls: pause with `abort`, wait until the batches have
+ended, load, and at last, after an error, too, resume. `tensor` loads in four requests, between a begin and an end;
+*loaded* is the answer to the last one. A server that a driver leaves paused resumed after `POST /continue_generation`.
+After *no way on* it took an update again after `POST /end_weight_update` and a load from disk. Each pusher over
+`tensor` leaves a process of torch, `torch_shm_manager`, until the server ends."""
+
+
 def contract() -> str:
     lines = [f"| {name} | {text} |" for name, text in PROMISES.items()]
     lines += ["", "| fault | what | phases |", "|---|---|---|"]
@@ -255,9 +313,16 @@ def results() -> list[str]:
     if not RUNS.exists():
         return []
     runs = json.loads(RUNS.read_text())
-    lines = ["### Results with faults", ""]
-    lines += [f"* `{name}`: {run['engine']}, {run['dtype']}, {run['date']}" for name, run in runs.items()]
-    lines += ["", RESULTS, ""]
+    of_sglang = {name.removeprefix(SGLANG): run for name, run in runs.items() if name.startswith(SGLANG)}
+    of_vllm = {name: run for name, run in runs.items() if not name.startswith(SGLANG)}
+    lines = ["### Results with faults", "", *_table(RESULTS, of_vllm)]
+    return [*lines, "", "### Results with faults, SGLang", "", *_table(RESULTS_OF_SGLANG, of_sglang)]
+
+
+def _table(text: str, runs: dict[str, Any]) -> list[str]:
+    """`runs`: by route."""
+    lines = [f"* `{name}`: {run['engine']}, {run['dtype']}, {run['date']}" for name, run in runs.items()]
+    lines += ["", text, ""]
     lines += ["| fault, phase | " + " | ".join(f"`{name}`" for name in runs) + " |", "|---" * (len(runs) + 1) + "|"]
     for fault in INJECTED:
         for name in (f"{fault.name}, {phase}" for phase in fault.phases):
@@ -275,12 +340,14 @@ def take_over(files: list[Path]) -> None:
     runs = json.loads(RUNS.read_text()) if RUNS.exists() else {}
     for file in files:
         said = json.loads(file.read_text())
-        run = runs.setdefault(said["route"], {"cells": {}})
+        of_sglang = said["engine"].startswith(SGLANG)
+        run = runs.setdefault((SGLANG if of_sglang else "") + said["route"], {"cells": {}})
         run["engine"], run["dtype"] = said["engine"], said["dtype"]
         run["date"] = datetime.datetime.fromtimestamp(file.stat().st_mtime).date().isoformat()
         found = {step["name"]: _outcome(step) for step in said["steps"] if "fault" in step}
         run["cells"] |= found
-    RUNS.write_text(json.dumps({name: runs[name] for name in ROUTES if name in runs}, indent=1) + "\n")
+    known = [*ROUTES, *(SGLANG + name for name in SGLANG_ROUTES)]
+    RUNS.write_text(json.dumps({name: runs[name] for name in known if name in runs}, indent=1) + "\n")
 
 
 def _outcome(step: dict[str, Any]) -> str:
@@ -302,7 +369,7 @@ def rendered() -> str:
     lines += [
         f"| {what} | {_link(thread)} | {instead} | `{name}` |" for what, (thread, instead, _, name) in CANNOT.items()
     ]
-    return HEAD + "\n".join(lines) + "\n" + contract() + FOUND
+    return HEAD + "\n".join(lines) + "\n" + contract() + FOUND + FOUND_IN_SGLANG
 
 
 def about(route: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,12 @@ from verl.checkpoint_engine.conformance.damage import Mark, flip_in_memory
 from verl.checkpoint_engine.conformance.faults import require_process
 from verl.checkpoint_engine.conformance.injection import PLANS
 from verl.checkpoint_engine.conformance.relay import Exchange, Relay
-from verl.checkpoint_engine.conformance.routes import ROUTES
+from verl.checkpoint_engine.conformance.routes import ROUTES, SGLANG_ROUTES
 from verl.checkpoint_engine.conformance.verdicts import FAULTS
+from verl.checkpoint_engine.engines.sglang.orders import LOADER, Order
 from verl.checkpoint_engine.errors import ConfigError, TransportError
 from verl.checkpoint_engine.parameter_server.http_server import HttpServer, Refused
+from verl.checkpoint_engine.publisher.sglang_endpoint import _pickled
 
 PAUSE, LOAD = "/pause?mode=wait", {"method": "reload_weights"}
 
@@ -41,11 +44,11 @@ def test_every_fault_has_a_place_where_it_hits():
     assert all(phase in PHASES for _, phase in planned)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", ROUTES | SGLANG_ROUTES)
 def test_a_route_has_a_cell_for_every_fault_and_a_reason_for_one_that_is_not_tried(route):
     found = cells(route, with_worker=False)
     assert {fault.name for fault, _, _ in found} == {fault.name for fault in INJECTED}
-    without = {"disk": {"no space"}, "arena": {"half of the bytes"}}.get(route, set())
+    without = {"disk": {"no space"}, "distributed": {"no space"}, "arena": {"half of the bytes"}}.get(route, set())
     assert {fault.name for fault, _, reason in found if reason} == {"worker stopped", "worker killed"} | without
     assert {fault.name for fault, _, reason in cells(route, with_worker=True) if reason} == without
 
@@ -99,6 +102,50 @@ def test_a_request_waits_in_the_relay_for_the_action(relay):
     may_go.set()
     request.join(30)
     assert not request.is_alive()
+
+
+def order(**what: Any) -> dict[str, Any]:
+    """An order to our loader in SGLang's ranks, as the publisher sends it."""
+    serialized = _pickled(Order(reports="/tmp", **what).encode())
+    return {"serialized_named_tensors": [serialized], "load_format": LOADER}
+
+
+TENSOR, GROUP = "/update_weights_from_tensor", "/update_weights_from_distributed"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "what", "ends_load"),
+    [
+        ("/pause_generation", {"mode": "abort"}, "pause", True),
+        ("/pause_generation", {"mode": "in_place"}, "question", True),
+        ("/continue_generation", {}, "resume", True),
+        ("/update_weights_from_disk", {"model_path": "m"}, "load", True),
+        (TENSOR, {"serialized_named_tensors": ["AAAA"], "weight_version": None}, "load", False),
+        (TENSOR, {"serialized_named_tensors": ["AAAA"], "weight_version": "3"}, "load", True),
+        (GROUP, {"names": ["a"]}, "load", False),
+        (GROUP, {"names": ["a"], "weight_version": "3"}, "load", True),
+        (TENSOR, order(arena_path="/dev/shm/arena", version=3), "load", True),
+        (TENSOR, order(), "question", False),
+        (TENSOR, order(tensors={"a": ("float32", [1])}), "question", False),
+    ],
+)
+def test_the_calls_of_sglang_are_known_for_what_they_do(path: str, body: Any, what: str, ends_load: bool):
+    exchange = Exchange(path, body)
+    assert (exchange.what, exchange.ends_load) == (what, ends_load)
+
+
+def test_the_arena_that_sglang_is_to_load_from_is_known():
+    assert Exchange(TENSOR, order(arena_path="/dev/shm/arena", version=3)).arena_path == "/dev/shm/arena"
+    assert Exchange(TENSOR, order()).arena_path == ""
+
+
+def test_a_load_in_parts_is_answered_with_the_last_one(relay):
+    sprung = relay.trap("load", "answered", lambda _: None)
+    server = HttpServer(relay.url, timeout_s=30)
+    server.call("POST", GROUP, {"names": ["a"]})
+    assert not sprung.is_set()
+    server.call("POST", GROUP, {"names": ["b"], "weight_version": "3"})
+    assert sprung.is_set()
 
 
 def test_a_bit_is_flipped_where_the_tensor_lies_and_nowhere_else(tmp_path):

@@ -22,6 +22,8 @@ class Unlabelled(SGLangDiskRoute):
 class Unflushed(SGLangDiskRoute):
     """Forgets to empty the prefix cache."""
 
+    FLUSHES = False
+
     def _flush(self) -> None:
         """Not at all."""
 
@@ -32,7 +34,7 @@ class WithoutLabel(SGLangTensorRoute):
     @contextmanager
     def _connected(self) -> Iterator[Callable[..., None]]:
         with super()._connected() as load:
-            yield lambda chunk, _: load(chunk, None)
+            yield lambda chunk, more: load(chunk, more | {"weight_version": None})
 
 
 class WithoutChunk(SGLangTensorRoute):
@@ -54,11 +56,13 @@ class Exchanged(SGLangDistributedRoute):
             return name.replace("gate_proj", "?").replace("up_proj", "gate_proj").replace("?", "up_proj")
 
         with super()._connected() as load:
-            yield lambda chunk, label: load([(other(name), tensor) for name, tensor in chunk], label)
+            yield lambda chunk, more: load([(other(name), tensor) for name, tensor in chunk], more)
 
 
 class WithoutFlush(SGLangDistributedRoute):
     """Forgets to empty the prefix cache."""
+
+    FLUSHES = False
 
     def _flush(self) -> None:
         """Not at all."""

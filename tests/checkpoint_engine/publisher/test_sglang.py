@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from tests.sglang_on_cpu import NEEDS_SGLANG
 from tests.weight_sync.greedy import PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.conformance.command import Options, prompts_of
 from verl.checkpoint_engine.conformance.command import run as certified
+from verl.checkpoint_engine.conformance.contract import MIXED, STUCK
+from verl.checkpoint_engine.conformance.faults import FaultRun
 from verl.checkpoint_engine.conformance.oracle import Oracle, changed_version
 from verl.checkpoint_engine.conformance.probes import ProbedSGLang
 from verl.checkpoint_engine.conformance.routes import SGLANG_ROUTES, Route
 from verl.checkpoint_engine.conformance.sequence import TOLERANCES, Run
 from verl.checkpoint_engine.conformance.sglang_routes import SGLangDiskRoute
-from verl.checkpoint_engine.conformance.verdicts import Finding
+from verl.checkpoint_engine.conformance.verdicts import Cell, Finding
 from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted, TransportTimeout
 from verl.checkpoint_engine.publisher import WeightPublisher
 from verl.checkpoint_engine.publisher.reports import PREFIX
@@ -358,6 +361,51 @@ class TestCertified:
 
         yield update
         set_fault(server, "")
+
+    @pytest.fixture
+    def hit(
+        self, server: ServedSGLang, directory: Path, versions: tuple[Oracle, Path], tmp_path: Path
+    ) -> Iterator[Callable[[str, str, float], tuple[Cell, set[str]]]]:
+        """What comes of a fault in an update of a server that serves A, and which promises it breaks."""
+        oracle, other = versions
+        with ExitStack() as stack:
+
+            def hit(route: str, name: str, deadline_s: float) -> tuple[Cell, set[str]]:
+                run = FaultRun(
+                    version=10 * next(self.VERSIONS),
+                    server=ProbedSGLang(server.url, timeout_s=300),
+                    route=SGLANG_ROUTES[route](server.url, timeout_s=300, pause_mode="abort"),
+                    oracle=oracle,
+                    directories=(directory, other),
+                    tolerance=TOLERANCE,
+                    timeout_s=300,
+                    pause_mode="abort",
+                    route_name=route,
+                    sglang=True,
+                    scratch=tmp_path,
+                    deadline_s=deadline_s,
+                )
+                stack.callback(run.close)
+                assert run.warm("A", in_flight=False).findings == []
+                fault, _, phase = name.partition(", ")
+                cell = Cell(name=name, fault=fault, phase=phase)
+                run.hit(cell)
+                return cell, {finding.fault for finding in cell.findings}
+
+            yield hit
+
+    def test_a_pusher_that_is_killed_leaves_it_paused_and_a_later_one_resumes_it(
+        self, hit: Callable[[str, str, float], tuple[Cell, set[str]]]
+    ):
+        cell, broken = hit("disk", "pusher killed, paused", 2)
+        assert (cell.state, broken, cell.next_update) == (STUCK, {"paused for ever"}, "yes")
+
+    def test_a_load_in_parts_that_breaks_off_leaves_it_with_mixed_weights(
+        self, hit: Callable[[str, str, float], tuple[Cell, set[str]]]
+    ):
+        cell, broken = hit("tensor", "connection lost, loading", 60)
+        assert (cell.state, cell.ended, cell.next_update) == (MIXED, "failed", "yes")
+        assert "mixed weights" in broken
 
     @pytest.mark.parametrize("route", SGLANG_ROUTES)
     def test_a_sound_server_is_certified(self, route: str, server: ServedSGLang, directory: Path, tmp_path: Path):

@@ -92,6 +92,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         whole = faulted = FaultRun(
             **given,
             route_name=options.route,
+            sglang=isinstance(server, ProbedSGLang),
             dtype=dtype,
             scratch=scratch,
             deadline_s=options.deadline_s,
@@ -121,8 +122,6 @@ def _reached(options: Options) -> tuple[Probed, Route]:
     """The server, and the way to it, which it has. Raises what `run` does."""
     require_route(options.route)
     sglang = is_sglang(options.server)
-    if sglang and options.faults:
-        raise ConfigError("--faults is for servers of vLLM: its faults are put into vLLM's calls")
     route = route_of(
         options.route, options.server, timeout_s=options.timeout_s, pause_mode=options.pause_mode, sglang=sglang
     )

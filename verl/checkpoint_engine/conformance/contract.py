@@ -84,7 +84,10 @@ INJECTED = (
         name="no space",
         meaning="the pusher cannot enlarge a file or shared memory (RLIMIT_FSIZE)",
         phases=("before",),
-        not_for={"disk": "the route writes no file; one that is cut off is `half of the bytes`"},
+        not_for={
+            "disk": "the route writes no file; one that is cut off is `half of the bytes`",
+            "distributed": "the route writes no file and no shared memory",
+        },
     ),
     Fault(
         name="second pusher",

@@ -16,14 +16,15 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
-from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
+from ..parameter_server.http_server import TEST_TIMEOUT_S
 from . import damage
 from .contract import GONE, MIXED, NEW, OLD, OUT, STUCK, cells
 from .injection import STARTS_WITHIN_S, Injection, until
+from .operators import operator_of
 from .oracle import MARGIN, LogProbs, load_model, log_probs
 from .pusher import Pusher
 from .relay import Relay
-from .routes import DiskRoute, Pushed, Route, route_of
+from .routes import Pushed, Route, route_of
 from .sequence import Flown, Run
 from .verdicts import Cell, Finding, Step
 
@@ -40,6 +41,8 @@ class FaultRun(Run):
     """Every cell of one route."""
 
     route_name: str = ""
+    sglang: bool = False
+    """Whether the server is one of SGLang, else of vLLM."""
     dtype: str = "float32"
     scratch: Path = Path()
     deadline_s: float = 20.0
@@ -53,7 +56,7 @@ class FaultRun(Run):
     """The cell after which nothing could be tried."""
 
     def __post_init__(self) -> None:
-        self._http = HttpServer(self.server.url, timeout_s=self.timeout_s)
+        self._operator = operator_of(self.server.url, timeout_s=self.timeout_s, sglang=self.sglang)
         self._relay = Relay(self.server.url, timeout_s=self.timeout_s)  # a rescue uses it after its pusher's cell
 
     def close(self) -> None:
@@ -99,9 +102,10 @@ class FaultRun(Run):
             partial(
                 route_of,
                 self.route_name,
-                self.server.url,
+                self._relay.url,  # by which a claim of a pusher that was killed is known
                 timeout_s=self.timeout_s,
                 pause_mode=self.pause_mode,
+                sglang=self.sglang,
             )
         )
 
@@ -120,13 +124,13 @@ class FaultRun(Run):
             flight = stack.enter_context(ExitStack())
             self._relay.gate.clear()
             stack.callback(self._relay.gate.set)
-            pusher = self._pusher(cell, self._relay.url, directory)
+            pusher = self._pusher(cell, directory)
             stack.callback(pusher.close)
 
             def push_too() -> Pusher:
                 self.version += 1
                 labels[1 - target].add(str(self.version))
-                return self._pusher(None, self.server.url, self.directories[1 - target])
+                return self._pusher(None, self.directories[1 - target])
 
             hit = Injection(
                 cell=cell,
@@ -167,17 +171,18 @@ class FaultRun(Run):
         found = log_probs(load_model(directory, self.dtype), self.oracle.prompts)
         return _differ(found, expected, MARGIN * self.tolerance)
 
-    def _pusher(self, cell: Cell | None, url: str, directory: Path) -> Pusher:
+    def _pusher(self, cell: Cell | None, directory: Path) -> Pusher:
         """`cell`: of the pusher that the fault hits, None for another one."""
         fault = cell.fault if cell is not None else ""
         gives_up = fault in ("deadline passed", "late load", "worker stopped")
         return Pusher(
             self.route_name,
-            url,
+            self._relay.url,
             directory,
             self.version,
             timeout_s=self.deadline_s / CALLS if gives_up else self.timeout_s,
             pause_mode=self.pause_mode,
+            sglang=self.sglang,
             most_file_nbytes=MOST_FILE_NBYTES if fault == "no space" else None,
         )
 
@@ -211,11 +216,9 @@ class FaultRun(Run):
         def serves() -> bool:
             nonlocal paused
             try:
-                paused = bool(self._http.call("GET", "/is_paused", timeout_s=TEST_TIMEOUT_S)["is_paused"])
+                paused = self._operator.is_paused()
             except TransportError:
                 paused = None
-            except Refused:
-                paused = False
             return paused is False
 
         until(serves, self.deadline_s)
@@ -230,13 +233,14 @@ class FaultRun(Run):
         not."""
         cell.state = STUCK
         try:
-            self._http.call("POST", "/resume", timeout_s=max(self.deadline_s, TEST_TIMEOUT_S))
+            self._operator.resume(max(self.deadline_s, TEST_TIMEOUT_S))
         except CheckpointEngineError as exc:
             cell.state, cell.error = OUT, cell.error or exc.message
             return
-        text = f"it was still paused {cell.seconds:.0f} s after the fault, and POST /resume then resumed it"
+        resuming = self._operator.resuming
+        text = f"it was still paused {cell.seconds:.0f} s after the fault, and {resuming} then resumed it"
         cell.findings.append(Finding(fault="paused for ever", text=text))
-        cell.remedy = "POST /resume"
+        cell.remedy = resuming
 
     def _observe(self, cell: Cell, target: int, labels: Labels) -> None:
         """Which version the server computes with."""
@@ -295,10 +299,10 @@ class FaultRun(Run):
             raise TransportError(f"after the next update the server reports {self.server.label()!r}, not {label!r}")
 
     def _come_back(self, cell: Cell) -> None:
-        """Another try, then vLLM's own load from disk. If neither helps, the server has to be restarted."""
+        """Another try, then the server's own load from disk. If neither helps, the server has to be restarted."""
         routes: dict[str, Callable[[], Route]] = {
             "one more update": self._fresh,
-            "reload_weights of the directory": self._disk,
+            "the server's own load from disk": partial(self._operator.disk, self.pause_mode),
         }
         for name, make in routes.items():
             with suppress(CheckpointEngineError):
@@ -309,9 +313,6 @@ class FaultRun(Run):
                 cell.remedy = name
                 return
         cell.remedy, self._down = RESTART, cell.name
-
-    def _disk(self) -> DiskRoute:
-        return DiskRoute(self.server.url, timeout_s=self.timeout_s, pause_mode=self.pause_mode)
 
     def _judge(self, cell: Cell, flown: list[Flown], target: int, labels: Labels) -> None:
         """Look at the requests that were in flight."""
@@ -328,10 +329,9 @@ class FaultRun(Run):
                 continue
             of = [version for version, model in enumerate(models) if self._is_of(one.answer, model)]
             if not of:
-                fault = "mixed weights" if cell.state == MIXED else "mixed versions"
-                if not any(finding.fault == fault for finding in cell.findings):
+                if not any(finding.fault == "mixed weights" for finding in cell.findings):
                     text = "a request in flight was answered by neither version"
-                    cell.findings.append(Finding(fault=fault, text=text, prompt=one.prompt))
+                    cell.findings.append(Finding(fault="mixed versions", text=text, prompt=one.prompt))
                 return
             if cell.fault != "second pusher" and target not in of and one.label in labels[target]:
                 text = f"the server reported {one.label!r} before it answered with the old version"

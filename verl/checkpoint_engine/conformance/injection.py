@@ -57,7 +57,13 @@ class Injection:
             self.has_hit, self.began_s = True, time.monotonic()
             act(self, exchange)
 
-        self.has_acted = self.relay.trap(what, moment, acted)
+        def set_trap(_: Exchange | None = None) -> None:
+            self.has_acted = self.relay.trap(what, moment, acted)
+
+        if what == "resume":  # of the load, not of a question before it
+            self.has_acted = self.relay.trap("load", "answered", set_trap)
+        else:
+            set_trap()
 
     def end(self) -> None:
         """Let go of what the fault still holds."""
@@ -87,12 +93,16 @@ class Injection:
 
     def flip_in_memory(self, exchange: Exchange) -> None:
         assert self.mark is not None
-        if not damage.flip_in_memory(self._memory(exchange), self.mark):
-            self.cell.skipped = "the bytes were not found in the pusher's memory"
+        if damage.flip_in_memory(self._memory(exchange), self.mark):
+            return
+        if not exchange.ends_load:  # perhaps it is in a later part
+            self.has_acted = self.relay.trap("load", "arrived", self.flip_in_memory)
+            return
+        self.cell.skipped = "the bytes were not found in the pusher's memory"
 
     def _memory(self, exchange: Exchange) -> list[Path]:
-        is_arena = self.pusher.route == "arena"
-        return damage.arena_slots(exchange.body["update_info"]["arena_path"]) if is_arena else self.pusher.files()
+        arena_path = exchange.arena_path
+        return damage.arena_slots(arena_path) if arena_path else self.pusher.files()
 
     def push_second(self, _: Exchange) -> None:
         pusher = self.push_too()

@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from typing import Literal
 from ..errors import CheckpointEngineError
 from ..support.package import PACKAGE
 from .routes import route_of
+
+TORCH = "/dev/shm/torch_"
+"""Begins the names of torch's shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +45,22 @@ class Pusher:
         *,
         timeout_s: float,
         pause_mode: str,
+        sglang: bool = False,
         most_file_nbytes: int | None = None,
     ) -> None:
-        """`timeout_s`: of each call. `most_file_nbytes`: limit of the files and the shared memory that it writes."""
+        """`timeout_s`: of each call. `sglang`: as in `route_of`. `most_file_nbytes`: limit of the files and the shared
+        memory that it writes."""
         self.route = route
         given = {"route": route, "url": url, "directory": str(directory), "version": version}
-        given |= {"timeout_s": timeout_s, "pause_mode": pause_mode}
+        given |= {"timeout_s": timeout_s, "pause_mode": pause_mode, "sglang": sglang}
         command = [f"{PACKAGE}.conformance.pusher", json.dumps(given)]
         if route == "update":  # the command itself, which leaves a rescue behind
             command = [f"{PACKAGE}.update", "--checkpoint-path", str(directory), "--endpoint", url]
             command += ["--weight-version", str(version), "--pause-mode", pause_mode, "--timeout-s", str(timeout_s)]
+        # A file, and no pipe: processes of libraries that outlive the pusher would keep that open.
+        self._printed = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - see `close`
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", *command], stdout=self._printed, stderr=subprocess.STDOUT
         )
         self.pid = self._process.pid
         if most_file_nbytes is not None:
@@ -73,25 +81,30 @@ class Pusher:
     def result(self, timeout_s: float) -> Ended | None:
         """None if it has not ended in time."""
         try:
-            printed, errors = self._process.communicate(timeout=timeout_s)
+            code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
-        code = self._process.returncode
         if code == -signal.SIGKILL:
             return Ended(how="killed")
         if code == 0:
             return Ended(how="succeeded")
-        said = [line for line in (printed + errors).splitlines() if line.startswith("error: ")]
-        return Ended(how="failed", error=said[-1].removeprefix("error: ") if said else errors[-500:])
+        self._printed.seek(0)
+        printed = self._printed.read()
+        said = [line for line in printed.splitlines() if line.startswith("error: ")]
+        return Ended(how="failed", error=said[-1].removeprefix("error: ") if said else printed[-500:])
 
     def close(self) -> None:
         """Kill it if it runs."""
         self.kill()
-        self._process.communicate()
+        self._process.wait()
+        self._printed.close()
 
     def files(self) -> list[Path]:
-        """The memory that it shares under no name with the engine."""
+        """The memory that it shares with the engine, under no name or one of torch's."""
         found = []
+        with suppress(OSError):
+            mapped = Path(f"/proc/{self.pid}/maps").read_text().split()
+            found += [Path(word) for word in dict.fromkeys(mapped) if word.startswith(TORCH)]
         for one in Path(f"/proc/{self.pid}/fd").iterdir():
             with suppress(OSError):
                 if os.readlink(one).startswith("/memfd:"):
@@ -103,9 +116,10 @@ def main(arguments: list[str]) -> int:
     """Push, and print `error: ...` if it fails. Exit code 0 or 1."""
     given = json.loads(arguments[0])
     try:
-        route = route_of(given["route"], given["url"], timeout_s=given["timeout_s"], pause_mode=given["pause_mode"])
+        directory, version = Path(given.pop("directory")), given.pop("version")
+        route = route_of(given.pop("route"), given.pop("url"), **given)
         try:
-            route.push(Path(given["directory"]), given["version"])
+            route.push(directory, version)
         finally:
             route.close()
     except (CheckpointEngineError, OSError) as exc:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
+import re
 import socket
 import struct
 import threading
@@ -20,6 +22,18 @@ Moment = Literal["arrived", "sent", "answered"]
 """Of a request at the relay: before it is sent on; after; with the server's answer, which the pusher has not got."""
 LOADS = ("reload_weights", "update_weights_from_ipc")
 """Methods of vLLM's workers that load weights."""
+CALLS = {
+    "/pause_generation": "pause",
+    "/continue_generation": "resume",
+    "/update_weights": "load",
+    "/update_weights_from_disk": "load",
+    "/update_weights_from_tensor": "load",
+    "/update_weights_from_distributed": "load",
+}
+"""Routes whose names are other than those of vLLM's calls, and which of these they are."""
+IN_CHUNKS = ("/update_weights_from_tensor", "/update_weights_from_distributed")
+ARENA = re.compile(rb'"arena_path":"([^"]+)"')
+"""In an order to our loader in SGLang's ranks, if it is one to load."""
 RESET = struct.pack("ii", 1, 0)
 """A socket that is closed with this lingering option resets its connection."""
 
@@ -34,11 +48,32 @@ class Exchange:
 
     @property
     def what(self) -> str:
-        """`pause`, `load`, `resume`, or its path."""
+        """`pause`, `load`, `resume`, `question` (a pause or an order that changes nothing), or its path."""
         path = self.path.partition("?")[0]
-        method = self.body.get("method") if isinstance(self.body, dict) else None
-        is_load = path == "/update_weights" or (path == "/collective_rpc" and method in LOADS)
-        return "load" if is_load else path.removeprefix("/")
+        is_order = path in IN_CHUNKS and self._of("load_format") is not None and self.arena_path == ""
+        if is_order or self._of("mode") == "in_place":
+            return "question"
+        if path == "/collective_rpc" and self._of("method") in LOADS:
+            return "load"
+        return CALLS.get(path, path.removeprefix("/"))
+
+    @property
+    def ends_load(self) -> bool:
+        """Whether this load is whole, or the last part of one: that one names the version."""
+        return self.path not in IN_CHUNKS or self.arena_path != "" or self._of("weight_version") is not None
+
+    @property
+    def arena_path(self) -> str:
+        """The arena from which this request has a server load; empty if it does not."""
+        if isinstance(info := self._of("update_info"), dict):
+            return str(info.get("arena_path") or "")
+        for text in self._of("serialized_named_tensors") or ():
+            if (found := ARENA.search(base64.b64decode(text))) is not None:
+                return found[1].decode()
+        return ""
+
+    def _of(self, key: str) -> Any:
+        return self.body.get(key) if isinstance(self.body, dict) else None
 
 
 @dataclass
@@ -95,6 +130,8 @@ class Relay:
         with self._lock:
             trap = self._trap
             if (trap.what, trap.moment) != (exchange.what, moment):
+                return
+            if moment == "answered" and trap.what == "load" and not exchange.ends_load:
                 return
             self._trap = _Trap("", "arrived", lambda _: None)
         try:

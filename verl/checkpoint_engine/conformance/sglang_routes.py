@@ -8,7 +8,7 @@ import threading
 import urllib.parse
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -34,6 +34,8 @@ NUM_CHUNKS = 4
 
 class _SGLangRoute:
     labels = True
+    FLUSHES: ClassVar[bool] = True
+    """Whether a load, or its last part, clears the caches."""
 
     def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
         self._http = HttpServer(url, timeout_s=timeout_s)
@@ -44,13 +46,14 @@ class _SGLangRoute:
         """Resumes after an error, too."""
         self._http.call("POST", "/pause_generation", {"mode": MODES[self._pause_mode]})
         try:
+            self._flush()
             yield
         finally:
             self._http.call("POST", "/continue_generation", {})
 
     def _flush(self) -> None:
-        """Of a server that is paused. A flush within a load is refused if a batch of requests that have ended is still
-        there: the weights and the label are then new and old."""
+        """Wait until the batches that the pause has ended are gone. The flush of a load would be refused before: the
+        server then has new weights, old caches and the old label."""
         from ..publisher.sglang_endpoint import flush_cache
 
         flush_cache(self._http)
@@ -75,13 +78,12 @@ class SGLangDiskRoute(_SGLangRoute):
             self._http.call("POST", "/update_weights_from_disk", update)
             return str(version)
         with self._paused():
-            self._http.call("POST", "/update_weights_from_disk", update | {"flush_cache": False})
-            self._flush()
+            self._http.call("POST", "/update_weights_from_disk", update | {"flush_cache": self.FLUSHES})
         return str(version)
 
 
 class _ChunkedRoute(_SGLangRoute, ABC):
-    """Named tensors in several requests: pause, begin, load, end, clear the cache, resume. The last part names the
+    """Named tensors in several requests: pause, begin, load, end, resume. The last part clears the caches and names the
     version."""
 
     def check(self) -> None:
@@ -92,21 +94,19 @@ class _ChunkedRoute(_SGLangRoute, ABC):
     def push(self, directory: Path, version: int) -> str:
         tensors = [item for file in checkpoint_files(directory) for item in _tensors_of(file)]
         *chunks, last = in_chunks(tensors)
-        with self._paused():
-            with self._connected() as load:
-                self._http.call("POST", "/begin_weight_update", {})
-                try:
-                    for chunk in chunks:
-                        load(chunk, None)
-                    load(last, str(version))
-                finally:
-                    self._http.call("POST", "/end_weight_update", {})
-            self._flush()
+        with self._paused(), self._connected() as load:
+            self._http.call("POST", "/begin_weight_update", {})
+            try:
+                for chunk in chunks:
+                    load(chunk, {"flush_cache": False})
+                load(last, {"flush_cache": self.FLUSHES, "weight_version": str(version)})
+            finally:
+                self._http.call("POST", "/end_weight_update", {})
         return str(version)
 
     @abstractmethod
-    def _connected(self) -> AbstractContextManager[Callable[[Tensors, str | None], None]]:
-        """Yields what sends a part, and the label with the last one. It returns once the server has answered."""
+    def _connected(self) -> AbstractContextManager[Callable[[Tensors, Mapping[str, Any]], None]]:
+        """Yields what sends a part and the rest of its request. It returns once the server has answered."""
         ...
 
     def _num_ranks(self) -> int:
@@ -118,14 +118,13 @@ class SGLangTensorRoute(_ChunkedRoute):
     writes them"""
 
     @contextmanager
-    def _connected(self) -> Iterator[Callable[[Tensors, str | None], None]]:
+    def _connected(self) -> Iterator[Callable[[Tensors, Mapping[str, Any]], None]]:
         num_ranks = self._num_ranks()
 
-        def load(chunk: Tensors, label: str | None) -> None:
+        def load(chunk: Tensors, more: Mapping[str, Any]) -> None:
             copies = [(name, tensor.clone()) for name, tensor in chunk]  # each in memory of its own
             named = [_serialized(copies)] * num_ranks
-            update = {"serialized_named_tensors": named, "flush_cache": False, "weight_version": label}
-            self._http.call("POST", "/update_weights_from_tensor", update)
+            self._http.call("POST", "/update_weights_from_tensor", {"serialized_named_tensors": named, **more})
 
         yield load
 
@@ -135,21 +134,19 @@ class SGLangDistributedRoute(_ChunkedRoute):
     has"""
 
     @contextmanager
-    def _connected(self) -> Iterator[Callable[[Tensors, str | None], None]]:
+    def _connected(self) -> Iterator[Callable[[Tensors, Mapping[str, Any]], None]]:
         name = f"conformance-{uuid.uuid4().hex}"
         call, held = self._http.call, self._joined(name)
 
-        def load(chunk: Tensors, label: str | None) -> None:
+        def load(chunk: Tensors, more: Mapping[str, Any]) -> None:
             works = [held[0].broadcast([tensor], _from_rank_0()) for _, tensor in chunk]
             update = {
                 "group_name": name,
-                "flush_cache": False,
-                "weight_version": label,
                 "names": [tensor for tensor, _ in chunk],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
                 "shapes": [list(tensor.shape) for _, tensor in chunk],
             }
-            call("POST", "/update_weights_from_distributed", update)
+            call("POST", "/update_weights_from_distributed", {**update, **more})
             try:
                 for work in works:
                     work.wait(timedelta(seconds=self._http.timeout_s))

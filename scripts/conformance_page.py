@@ -70,8 +70,9 @@ The server must serve `DIR`. On its host it must be able to read the temporary d
 without users: it gets other weights, and at the end, also after Ctrl-C, those of `DIR`.
 
 SGLang is recognised by its answers. It needs a flag for `arena` alone: `--custom-weight-loader
-verl.checkpoint_engine.engines.sglang.loader.load`. Each route but `disk` needs `--pause-mode abort` or `keep`. SGLang
-0.5.23 was certified over all four (`qwen3`, float32, CPU), and 16 faults seeded in its ranks and routes were named.
+verl.checkpoint_engine.engines.sglang.loader.load`. Each route but `disk` needs `--pause-mode abort` or `keep` (pytest:
+`--weight-update-pause-mode`). SGLang 0.5.23 was certified over all four (`qwen3`, float32, CPU), and 16 faults seeded
+in its ranks and routes were named.
 
 ## What is compared
 

@@ -22,6 +22,7 @@ FIXTURES = {"ray_cluster", "warm", "ranks", "environments"}
 MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
     "tests/checkpoint_engine/conformance/test_faults.py",
+    "tests/checkpoint_engine/conformance/test_faults_of_sglang.py",
     "tests/checkpoint_engine/conformance/test_verdicts.py",
     "tests/benchmarks/",
     "tests/distributions/",
@@ -172,6 +173,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         "tests/checkpoint_engine/conformance/test_verdicts.py::test_wrong_input",
         "tests/checkpoint_engine/conformance/test_verdicts.py::test_a_tied_head",
         "tests/checkpoint_engine/conformance/test_faults.py::test_weights_that_are_mixed",
+        "tests/checkpoint_engine/conformance/test_faults_of_sglang.py::test_a_server_that_answers_a_resume",
     ),
     "a certified model": ("tests/checkpoint_engine/test_certify.py::test_a_model_that_vllm_serves_right_is_certified",),
     "calls of ranks on Ray": (

@@ -14,11 +14,12 @@ from tests.http_server import http_server
 class SlowSGLang(SlowEngine):
     stays_paused = False
     """Whether it generates nothing after a resume that it has answered, as a rank that keeps itself paused."""
-    _is_open = False
+    num_paused = 0
+    """Calls that have paused it."""
 
     def heal(self) -> None:
         super().heal()
-        self.stays_paused = self._is_open = False
+        self.stays_paused = False
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes] | None:
         if path == "/ready" and not self._is_dead:
@@ -32,6 +33,7 @@ class SlowSGLang(SlowEngine):
             case "/model_info":
                 return {"weight_version": self._label}
             case "/pause_generation":
+                self.num_paused += 1
                 return self._pause()
             case "/continue_generation":
                 return {} if self.stays_paused else super()._answer("/resume", {})

@@ -218,13 +218,13 @@ def test_the_command_writes_its_reports_and_exits_with_0_1_2_or_3(bench, engine,
     assert "NCCL engine needs CUDA devices" in capsys.readouterr().err
 
 
-def _pytest(*arguments: str) -> None:
+def run_pytest(*arguments: str) -> None:
     sys.exit(pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", "-rs", *arguments]))
 
 
 def _of_routes(routes: str, url: str, directory: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     given = {"server": url, "model": directory, "routes": routes, "timeout": 60}
-    return forked.run(_pytest, *(f"--weight-update-{name}={value}" for name, value in given.items()), cwd=cwd)
+    return forked.run(run_pytest, *(f"--weight-update-{name}={value}" for name, value in given.items()), cwd=cwd)
 
 
 @pytest.mark.job
@@ -245,7 +245,7 @@ def test_pytest_says_in_a_line_why_a_server_cannot_be_tried(bench, tmp_path):
     assert result.returncode == pytest.ExitCode.TESTS_FAILED
     assert "error: [http://127.0.0.1:9] Connection refused" in result.stdout
     assert "Traceback" not in result.stdout
-    result = forked.run(_pytest, "--weight-update-server=http://127.0.0.1:9", cwd=tmp_path)
+    result = forked.run(run_pytest, "--weight-update-server=http://127.0.0.1:9", cwd=tmp_path)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "belong together: server alone is given" in result.stderr
 

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         f"{OPTION}-server",
         metavar="URL",
-        help="certify this server of vLLM; it gets other weights and, at the end, its own",
+        help="certify this server of vLLM or SGLang; it gets other weights and, at the end, its own",
     )
     group.addoption(
         f"{OPTION}-model", type=Path, metavar="DIR", help="the Hugging Face model directory that the server serves"
@@ -35,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="arena",
         metavar="R,...",
         help="a test for each: see --route of `certify`",
+    )
+    group.addoption(
+        f"{OPTION}-pause-mode",
+        choices=("wait", "abort", "keep"),
+        default="wait",
+        help="of requests in flight (default wait; routes of SGLang but disk need another)",
     )
     group.addoption(f"{OPTION}-timeout", type=float, default=300.0, metavar="S", help="of each call, in seconds")
 
@@ -85,6 +91,7 @@ class RouteItem(pytest.Item):
             server=self.config.getoption(f"{OPTION}-server"),
             model=model,
             route=self.route,
+            pause_mode=self.config.getoption(f"{OPTION}-pause-mode"),
             timeout_s=self.config.getoption(f"{OPTION}-timeout"),
         )
         with scratch_directory() as scratch:

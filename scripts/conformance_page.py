@@ -294,11 +294,11 @@ that was down until the publisher had given up. A bit that flips in shared memor
 The cells of `update` are from the log of a run that was cut off. In `disk`, `server lost` was added by hand."""
 
 
-RESULTS_OF_SGLANG = """`disk` and `tensor` are drivers of public calls: pause with `abort`, wait until the batches have
-ended, load, and at last, after an error, too, resume. `tensor` loads in four requests, between a begin and an end;
-*loaded* is the answer to the last one. A server that a driver leaves paused resumed after `POST /continue_generation`.
-After *no way on* it took an update again after `POST /end_weight_update` and a load from disk. Each pusher over
-`tensor` leaves a process of torch, `torch_shm_manager`, until the server ends."""
+RESULTS_OF_SGLANG = """`disk`, `tensor` and `distributed` are drivers of public calls: pause with `abort`, wait until
+the batches have ended, load, and at last, after an error, too, resume. `tensor` and `distributed` load in four
+requests, between a begin and an end; *loaded* is the answer to the last one. A server that a driver leaves paused
+resumed after `POST /continue_generation`. After *no way on* it took an update again after `POST /end_weight_update` and
+a load from disk. Each pusher over `tensor` leaves a process of torch, `torch_shm_manager`, until the server ends."""
 
 
 def contract() -> str:

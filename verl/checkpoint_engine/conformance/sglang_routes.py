@@ -31,6 +31,9 @@ MOST_CHUNK_NBYTES = 2**28
 NUM_CHUNKS = 4
 """The fewest requests of a load, so that one of a small model has several, too."""
 
+LEAVES_WITHIN_S = 1.0
+"""For an answer that nobody needs: SGLang carries out requests whose client has gone, too."""
+
 
 class _SGLangRoute:
     labels = True
@@ -159,7 +162,7 @@ class SGLangDistributedRoute(_ChunkedRoute):
             # The group's end waits for broadcasts that nobody has received, up to their deadline.
             threading.Thread(target=held.clear, daemon=True).start()
             with suppress(CheckpointEngineError):  # an earlier error says more
-                call("POST", "/destroy_weights_update_group", {"group_name": name})
+                call("POST", "/destroy_weights_update_group", {"group_name": name}, timeout_s=LEAVES_WITHIN_S)
 
     def _joined(self, name: str) -> list[Any]:
         """The group of this process, rank 0, and of SGLang's ranks, alone in a list. Raises Refused, TransportError."""

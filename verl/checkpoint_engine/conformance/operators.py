@@ -11,7 +11,7 @@ from ..parameter_server.http_server import TEST_TIMEOUT_S, HttpServer, Refused
 from .routes import DiskRoute, Route
 from .sglang_routes import SGLangDiskRoute
 
-UNREADY_S = 2.0
+UNREADY_S = 1.0
 """Patience with a server of SGLang that reports itself that it generates nothing."""
 
 

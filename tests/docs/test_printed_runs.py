@@ -172,6 +172,8 @@ class Stranger:
             return self._said[text]
         text = self._here(text)
         serves = next((said for pattern, said in SERVES.items() if re.search(pattern, text)), None)
+        if serves and "--port" not in text:
+            text += " --port 0"  # somebody else on this host may have the default one
         process = subprocess.Popen(
             ["bash", "-c", f"exec {text}" if serves else text],
             cwd=self.clone,

@@ -155,10 +155,14 @@ def test_trainer_ranks_that_die_more_often_than_is_allowed_end_the_run_and_are_n
     said = job.stderr.removeprefix(before)
     assert re.match(r"error: trainer rank [01] \(pid", said), said
     assert "trainer.max_restarts=1 within 3600 s allows no other start" in said.splitlines()[0]
-    error = re.search(r"WorkerDied: .*rank (\d) \(pid (\d+) on .*\) died during update_actor", said)
+    error = re.match(
+        r"error: worker group .*rank (\d) \(pid (\d+) on .*\) died during update_actor", said.splitlines()[1]
+    )
     assert error, said
     assert int(error[2]) == victim.pid
     assert "wrote their logs to" in said
+    assert "Traceback" not in said
+    assert "A worker died" not in job.stdout
 
 
 def test_a_trainer_rank_that_is_stopped_is_replaced_and_the_run_goes_on(start, tmp_path, warm):

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray import _raylet
-from ray._private import auto_init_hook, node, ray_constants, services, utils
+from ray._private import auto_init_hook, node, ray_constants, services, utils, worker
 from ray._private.authentication import authentication_token_setup
 from ray.actor import ActorClass
+
+DEATH = "A worker died or was killed while executing"
+"""How the raylet's message of it begins."""
 
 
 def show_token() -> None:
@@ -134,6 +137,24 @@ def workers_set_up_by(script: str | None) -> Iterator[None]:
         yield
     finally:
         private.SETUP_WORKER_FILENAME = original
+
+
+def deaths_left_to_callers() -> None:
+    """Ray prints a dozen lines on standard output when a worker dies, before whoever called it knows.
+
+    Every call of a dead worker raises, and the run names the worker. Other messages of the raylet are printed.
+    """
+    private: Any = worker
+    original = private.print_to_stdstream
+    if getattr(original, "leaves_out", None) == DEATH:
+        return
+
+    def printed(data: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
+        if data.get("pid") != "raylet" or not all(str(line).startswith(DEATH) for line in data["lines"]):
+            original(data, *arguments, **options)
+
+    printed.leaves_out = DEATH  # type: ignore[attr-defined]
+    private.print_to_stdstream = printed
 
 
 def _of_raylet(argument: str, port: int) -> str:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.utils.failures import NamedFailure
+
 
 class WorkerGroupError(Exception):
     """Base of the tree. `group` is the name of the worker group; `rank` is None if the error concerns several ranks."""
@@ -54,8 +56,12 @@ class WorkerFailed(WorkerGroupError):
         return f"{super().__str__()}\n\n{self.traceback.rstrip()}" if self.traceback else super().__str__()
 
 
-class WorkerDied(WorkerGroupError):
+class WorkerDied(WorkerGroupError, NamedFailure):
     """`pid` and `node` (an IP address) are those of the dead process, or None if it never started."""
+
+    def told(self) -> str:
+        """With its notes: where the process wrote its log."""
+        return "; ".join([str(self), *getattr(self, "__notes__", ())])
 
     def __init__(
         self, message: str, *, group: str, rank: int | None = None, pid: int | None = None, node: str | None = None

@@ -300,7 +300,7 @@ class RayWorkerGroup:
             self._lost = [f"{self._where(rank)} died during {method}"]
             self._death = WorkerDied(
                 f"worker group {self.name!r}: {self._where(rank)} died during {method}; its other ranks have been "
-                f"killed.\n{error}",
+                f"killed: {_exit(error)}",
                 group=self.name,
                 rank=rank,
                 pid=pid,
@@ -386,6 +386,11 @@ def _share(value: Any, shared: dict[int, Any], num_ranks: int) -> Any:
     if id(value) not in shared:
         shared[id(value)] = ray.put(value)
     return shared[id(value)]
+
+
+def _exit(error: RayActorError) -> str:
+    """What Ray knows of the end of the process, without the numbers by which Ray names it."""
+    return " ".join(str(error).split("The actor is dead because ", 1)[-1].split())
 
 
 def _original(failed: WorkerFailed) -> BaseException:

@@ -16,6 +16,7 @@ from ray._private.node import Node
 
 from tests.checkpoint_engine.fakes import soon
 from tests.processes import is_alive
+from verl.compat import ray as compat
 from verl.compat.ray import agents_not_awaited
 from verl.trainer.fleet.session import MARK, RaySession, RayTooSlow, check_arguments, starts_locally
 from verl.utils.config import ConfigError
@@ -291,3 +292,15 @@ def test_a_ray_of_one_machine_has_nothing_beside_its_two_servers_and_their_agent
     commands = [command for command in commands if own in command]  # other tests have processes, too
     assert any("raylet" in command for command in commands)
     assert not [command for command in commands if "monitor.py" in command or "dashboard.py" in command]
+
+
+def test_of_a_raylets_messages_only_that_a_worker_died_is_left_out(monkeypatch):
+    printed = []
+    monkeypatch.setattr(compat.worker, "print_to_stdstream", lambda data, **_: printed.append(data))
+    compat.deaths_left_to_callers()
+    compat.deaths_left_to_callers()
+    died = {"pid": "raylet", "lines": [f"{compat.DEATH} a task by an unexpected system error."]}
+    others = [{"pid": "raylet", "lines": ["out of disk"]}, {"pid": 7, "lines": died["lines"]}]
+    for data in (died, *others):
+        compat.worker.print_to_stdstream(data, ignore_prefix=False)
+    assert printed == others

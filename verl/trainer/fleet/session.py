@@ -23,6 +23,7 @@ from verl.checkpoint_engine.support.network import reserve_port
 from verl.checkpoint_engine.support.signals import interrupt_main_thread, uninterrupted
 from verl.compat.ray import (
     agents_not_awaited,
+    deaths_left_to_callers,
     never_start_by_itself,
     show_token,
     sigterm_left_alone,
@@ -156,6 +157,7 @@ class RaySession:
         if warm is not None:
             ours["runtime_env"] = {"env_vars": {ray_worker.SOCKET: warm}}
             said |= OF_WARM
+        deaths_left_to_callers()
         reserved = reserve_port()
         self._release_port = weakref.finalize(self, reserved.close)
         port = reserved.getsockname()[1]

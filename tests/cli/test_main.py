@@ -175,3 +175,12 @@ def test_what_the_command_line_names_and_cannot_be_used_is_exit_code_2(
         main(words)
     said = capfd.readouterr().err
     assert (ended.value.code, "error: " in said, "Traceback" in said) == (2, True, False)
+
+
+@pytest.mark.parametrize("words", ["--version", "report --help"])
+def test_a_full_disk_behind_standard_output_is_one_line(words: str):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [PROGRAM, *words.split()], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "error: standard output cannot be written: No space left on device\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -177,6 +178,18 @@ def test_what_a_kill_cut_short_is_left_out(tmp_path: Path):
 def test_a_directory_without_a_run_is_told(tmp_path: Path):
     assert "has no run" in trace(tmp_path).output
     assert trace(tmp_path / "nowhere").exit_code == 2
+
+
+def test_a_pipe_is_written_to_and_a_link_stays_while_what_is_behind_it_is_replaced(tmp_path: Path):
+    run, pipe, link = write_run(tmp_path / "run"), tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    link.symlink_to(tmp_path / "trace.json")
+    for place in (pipe, link):
+        assert trace(run, "-o", str(place)).exit_code == 0
+    with os.fdopen(reader) as file:
+        assert file.read() == (tmp_path / "trace.json").read_text()
+    assert (pipe.is_fifo(), link.is_symlink()) == (True, True)
 
 
 @pytest.mark.parametrize("place", ["nowhere/trace.json", "metrics.jsonl/trace.json", "/proc/trace.json"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -190,4 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(exc.exit_code)
     except click.Abort:
         sys.exit(INTERRUPTED)
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC or exc.filename is not None:
+            raise
+        click.echo(f"error: standard output cannot be written: {exc.strerror}", err=True)
+        os._exit(1)  # without another try at what is still to be written
     sys.exit(code or 0)

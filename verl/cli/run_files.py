@@ -15,6 +15,7 @@ import yaml
 
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.checkpoint_engine.support import records
+from verl.checkpoint_engine.support.files import real
 from verl.cli.look import Unusable
 from verl.trainer.config.record import CONFIG_FILE, RUNS_FILE
 from verl.utils.timing import TIMELINE_FILE, Span
@@ -100,16 +101,23 @@ def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def write_beside(run: RunFiles, output: Path, text: str) -> None:
-    """Write `output` with the read permissions of the run, whose data it has. Raises Unusable."""
+    """Write `output` with the read permissions of the run, whose data it has. Raises Unusable.
+
+    A file is replaced as a whole, behind a link, too; a device or a pipe is written to.
+    """
     known = [run.directory / name for name in WATCHED]
     mode = next(path.stat().st_mode for path in known if path.exists()) & 0o644
-    partial = output.with_name(f".{output.name}.partial")
+    target = real(output)
+    partial = target.with_name(f".{target.name}.partial")
     try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         partial.chmod(mode)
-        partial.replace(output)
+        partial.replace(target)
     except OSError as exc:
         with suppress(OSError):  # whatever kept it from being written, as a read-only disk, may do so again
             partial.unlink()

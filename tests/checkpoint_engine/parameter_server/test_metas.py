@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -77,6 +78,10 @@ def test_places_that_cannot_be_read_or_written_are_named(tmp_path: Path):
         load_metas(tmp_path / "missing")
     with pytest.raises(ConfigError, match=f"cannot be written to {tmp_path}/no/metas: No such file"):
         save_metas(tmp_path / "no" / "metas", "x", METAS)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: it is no file"):
+        save_metas(tmp_path / "pipe", "x", METAS)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @given(data=st.binary(max_size=200))

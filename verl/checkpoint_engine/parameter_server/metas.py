@@ -30,6 +30,8 @@ class _Content(msgspec.Struct, frozen=True, kw_only=True):
 
 def save_metas(path: str | Path, name: str, metas: Mapping[int, RankMetas]) -> None:
     """Write the ranks' records of checkpoint `name`; replaces the file atomically. Raises ConfigError."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise ConfigError(f"metas cannot be written to {path}: it is no file")
     content = msgspec.msgpack.encode(_Content(name=name, metas=tuple(metas.values())))
     fresh = Path(f"{path}.{os.getpid()}.new")
     try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -63,7 +64,7 @@ def run_hydra(
     parser.set_defaults(config_path=config_path)
     arguments = parser.parse_intermixed_args(argv)
     if arguments.version:
-        sys.stdout.write(f"verl-sync {__version__}\n")
+        click.echo(f"verl-sync {__version__}\n", nl=False)
         return
     try:
         if arguments.help:
@@ -166,7 +167,7 @@ def _check(
     not_here = (f"not here: {line}" for line in dict.fromkeys([*lacking, *checked.lacking]))
     warned = (f"warning: {line}" for line in (*warnings(config), *checked.warnings))
     told = [*checked.plan, *noted(resolved.notes), *warned, *checked.stand_ins, *not_here]
-    sys.stdout.write("\n".join([*told, "nothing was started", ""]))
+    click.echo("\n".join([*told, "nothing was started", ""]), nl=False)
 
 
 def _print_configuration(arguments: argparse.Namespace, where: Mapping[str, Any]) -> None:
@@ -177,12 +178,12 @@ def _print_configuration(arguments: argparse.Namespace, where: Mapping[str, Any]
     if arguments.package:
         if selected is None:
             raise ConfigError(f"--package {arguments.package}: no such section")
-        sys.stdout.write(f"# @package {arguments.package}\n")
+        click.echo(f"# @package {arguments.package}\n", nl=False)
     if not isinstance(selected, DictConfig):
-        sys.stdout.write(f"{selected}\n")
+        click.echo(f"{selected}\n", nl=False)
         return
     try:
-        sys.stdout.write(OmegaConf.to_yaml(selected, resolve=arguments.resolve))
+        click.echo(OmegaConf.to_yaml(selected, resolve=arguments.resolve), nl=False)
     except OmegaConfBaseException as exc:
         raise ConfigError(f"--resolve: {str(exc).splitlines()[0]}") from exc
 

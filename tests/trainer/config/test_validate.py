@@ -4,7 +4,7 @@ import pytest
 
 from verl.trainer.config.checks.algorithms import warnings
 from verl.trainer.config.checks.determinism import full_determinism
-from verl.trainer.config.loader import load_config
+from verl.trainer.config.loader import load_config, resolve_config
 from verl.trainer.config.validate import possible_fewer_ranks, validate
 from verl.utils.config import ConfigError
 from verl.workers.config import PPOConfig
@@ -225,6 +225,32 @@ def test_several_greedy_answers_to_a_question_are_warned_of_once(validation, key
     chosen += [f"actor_rollout_ref.rollout.val_kwargs.{option}" for option in sampled]
     assert list(warnings(load_config(chosen))) == []
     assert list(warnings(PPOConfig())) == []
+
+
+def test_a_group_of_one_is_warned_of_where_its_responses_are_compared():
+    (warning,) = warnings(load_config(["actor_rollout_ref.rollout.n=1"]))
+    assert "rollout.n=1 with algorithm.adv_estimator=grpo" in warning
+    assert list(warnings(load_config(["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=gae"]))) == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.default_local_dir",
+        "trainer.rollout_data_dir",
+        "trainer.validation_data_dir",
+        "checkpoint_engine.report_path",
+    ],
+)
+def test_a_place_in_another_storage_is_refused_and_not_made_here(key):
+    assert problems(f"{key}=s3://bucket/run") == [
+        f"{key}=s3://bucket/run is not a path of this machine: mount that storage, and name the directory"
+    ]
+
+
+def test_keys_of_hydra_itself_are_told_to_do_nothing():
+    told = [str(note) for note in resolve_config(["hydra.run.dir=/tmp/x", "hydra.searchpath=[]"]).notes]
+    assert told == ["hydra.run.dir=/tmp/x: what a run writes is in trainer.default_local_dir"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Hydra's compose API composes it; this writes no files, changes no directory and 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,16 @@ def resolve_config(overrides: Sequence[str] = (), **where: Any) -> Resolved:
     """As `load_config`, but returns the problems. Raises ConfigError if nothing can be composed."""
     problems: list[str] = []
     composed = compose_tree(overrides, problems=problems, **where)
-    return resolved_tree(composed, set_keys(overrides), problems)
+    resolved = resolved_tree(composed, set_keys(overrides), problems)
+    return replace(resolved, notes=[*resolved.notes, *_of_hydra(overrides)])
+
+
+def _of_hydra(overrides: Sequence[str]) -> Iterator[Note]:
+    """Hydra's own keys, such as `hydra.run.dir`, that only its `main` obeys."""
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if key.startswith("hydra.") and key != "hydra.searchpath":
+            yield Note(key=key, value=value, why="what a run writes is in trainer.default_local_dir")
 
 
 def resolved_tree(composed: DictConfig, explicit: Collection[str] = (), problems: Sequence[str] = ()) -> Resolved:

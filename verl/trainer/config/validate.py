@@ -94,6 +94,7 @@ CHECKS: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
     engines.reference,
     profiler.profiler,
     names.files,
+    names.local_places,
     names.user_modules,
     names.registered_names,
     critic.critic_of,

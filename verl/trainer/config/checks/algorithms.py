@@ -90,6 +90,12 @@ def warnings(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature:g} has no effect, as validation "
             "is greedy with do_sample=false; verl 0.9 samples all the same: for that set val_kwargs.do_sample=true"
         )
+    teaches_alone = config.distillation.enabled and not config.distillation.distillation_loss.use_task_rewards
+    if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1 and not teaches_alone:
+        yield (
+            "actor_rollout_ref.rollout.n=1 with algorithm.adv_estimator=grpo: one response is compared with no other, "
+            "so its advantage is its score; set rollout.n to 2 or more"
+        )
 
 
 def estimators(config: PPOConfig) -> Iterator[str]:

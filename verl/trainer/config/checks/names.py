@@ -22,6 +22,19 @@ def files(config: PPOConfig) -> Iterator[str]:
             yield missing
 
 
+def local_places(config: PPOConfig) -> Iterator[str]:
+    """Where a run writes: `s3://bucket` would be a folder `s3:` here."""
+    trainer = config.trainer
+    for key, path in (
+        ("trainer.default_local_dir", trainer.default_local_dir),
+        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+        ("trainer.validation_data_dir", trainer.validation_data_dir),
+        ("checkpoint_engine.report_path", config.checkpoint_engine.report_path),
+    ):
+        if path is not None and "://" in path:
+            yield f"{key}={path} is not a path of this machine: mount that storage, and name the directory"
+
+
 def user_modules(config: PPOConfig) -> Iterator[str]:
     module = config.actor_rollout_ref.model.external_lib
     if module is not None:

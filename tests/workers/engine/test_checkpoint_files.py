@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.workers.engine.engine_cases import make_engine
 from tests.workers.engine.megatron_cases import make_megatron
@@ -242,3 +243,33 @@ def test_what_fails_on_the_first_rank_is_raised_by_all_when_all_have_come_to_the
     assert other_done == []
     assert own == (f"{type(error).__name__}: {error}" if error else None)
     assert other == elsewhere
+
+
+class Attribute:
+    """Pickled as Python before 3.11.4 pickles a member of an enumeration: as `getattr` of it."""
+
+    def __init__(self, of, name):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "is_read"),
+    [
+        (Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"), True),
+        (Attribute(_MEM_FORMAT_ENCODING, "__init_subclass__"), False),
+        (Attribute(Metadata, "__init__"), False),
+        (Attribute("text", "format"), False),
+    ],
+    ids=["a member", "a method of an enumeration", "a method of a class", "a method of a text"],
+)
+def test_metadata_of_an_older_python_are_read_and_getattr_gives_nothing_but_members(tmp_path, attribute, is_read):
+    metadata = Metadata({}, planner_data=attribute)
+    (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    if is_read:
+        assert read_metadata(tmp_path).planner_data is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    else:
+        with pytest.raises(ConfigError, match="is no part of one"):
+            read_metadata(tmp_path)

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +227,20 @@ class _DataUnpickler(PlainUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _DATA:
             return getattr(importlib.import_module(module), name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # so Python before 3.11.4 pickles members of enumerations
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is no part of one")
+
+
+def _member(enumeration: Any, name: Any) -> Enum:
+    """All that a pickle may do with `getattr`."""
+    if isinstance(enumeration, EnumType) and name in enumeration.__members__:
+        found: Enum = enumeration.__members__[name]
+        return found
+    raise pickle.UnpicklingError(f"{name} of {enumeration} is no part of one")
 
 
 def _copied(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:

@@ -39,8 +39,8 @@ class Server(Protocol):
         """Whether a load has begun on its ranks and not ended. A rescue cannot find this out while it is paused."""
         ...
 
-    def go_on(self, version: int) -> None:
-        """As `EndpointReplica.go_on`, for a paused server."""
+    def go_on(self, version: int, timeout_s: float) -> None:
+        """As `EndpointReplica.go_on`, for a paused server. `timeout_s`: for each request."""
         ...
 
     def version(self) -> str: ...
@@ -56,8 +56,8 @@ class VLLMServer:
         self._endpoint, self._writer = Endpoint(url, timeout_s=timeout_s), writer
         self.pause, self.resume, self.version = self._endpoint.pause, self._endpoint.resume, self._endpoint.version
 
-    def go_on(self, version: int) -> None:
-        self._endpoint.go_on(version, self._writer)
+    def go_on(self, version: int, timeout_s: float) -> None:
+        Endpoint(self._endpoint.url, timeout_s=timeout_s).go_on(version, self._writer)
 
     def check(self, tensors: Tensors) -> Mapping[str, str]:
         self._endpoint.check(None, tensors)
@@ -194,9 +194,10 @@ class EndpointReplica:
 
     async def go_on(self, version: int) -> None:
         """After an aborted push of `version`: if the server is still paused, resume it with the weights that it holds.
-        Raises ActivationError if a load has torn its weights, TransportError."""
+        Raises ActivationError if a load has torn its weights, TransportError, TransportTimeout after `resume_s`: no
+        request of it is sent later, when another push may have paused the server."""
         if self._is_paused:
-            await self._ask(self._server.go_on, version)
+            await self._ask(self._server.go_on, version, self._config.deadlines.resume_s)
             self._serves()
 
     def _serves(self) -> None:

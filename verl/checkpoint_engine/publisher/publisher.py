@@ -14,12 +14,12 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol, Self, SupportsIndex
+from typing import Any, Protocol, Self, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from ..errors import (
     ConfigError,
     SyncAborted,
     TransportError,
+    TransportTimeout,
     as_ours,
 )
 from ..parameter_server.endpoints import ANSWERS
@@ -47,6 +48,7 @@ from .hosts import Hosts
 from .model_source import ModelSource
 from .ranks import Ended, PublishingRank, Ranks, rank_and_size
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ENDS_WITHIN_S = 2.0
@@ -317,11 +319,11 @@ class WeightPublisher:
         """A server that does not take these weights, or is another's, is found out here, before any is paused."""
         replica, is_known = self._known.get(name) or self._replica(name), name in self._known
         if not is_known or tensors != self._checked:
-            self._copies[name] = await replica.check(tensors)
+            self._copies[name] = await self._answered(name, replica.check(tensors))
         try:
-            server = await replica.claim()
-            if is_known and server != self._servers.get(name):
-                self._copies[name] = await replica.check(tensors)  # it was started anew, perhaps with another model
+            server = await self._answered(name, replica.claim())
+            if is_known and server != self._servers.get(name):  # it was started anew, perhaps with another model
+                self._copies[name] = await self._answered(name, replica.check(tensors))
             self._require_equal(self._copies[name], name)
             for other in self._known.keys() - {name}:
                 if self._servers.get(other) == server:
@@ -329,13 +331,24 @@ class WeightPublisher:
         except TransportError as exc:
             if not is_known:
                 raise
-            logger.warning("%s does not answer: %s", name, exc)  # the push itself leaves it out
+            logger.warning("%s does not answer: %s", name, exc.message)  # the push itself leaves it out
         except CheckpointEngineError:
             if not is_known:
                 await _release([replica])
             raise
         else:
             self._known[name], self._servers[name] = replica, server
+
+    async def _answered(self, name: str, question: Awaitable[T]) -> T:
+        """Raises TransportTimeout if the server does not answer within `prepare_s`, and what the question does."""
+        limit_s = self._settings.deadlines.prepare_s
+        try:
+            async with asyncio.timeout(limit_s) as timer:
+                return await question
+        except TimeoutError as exc:
+            if not timer.expired():
+                raise
+            raise TransportTimeout(f"no answer within {limit_s:g} s", member=name) from exc
 
     def _require_equal(self, copies: Mapping[str, str], server: str) -> None:
         """As far as this rank holds them; of the others, the server finds out when it loads. Raises ConfigError."""

@@ -168,22 +168,23 @@ class SGLangEndpoint(HttpServer):
         """Whether a load of this publisher has begun and not succeeded."""
         return self._has_begun
 
-    def go_on(self, version: int) -> None:
-        """Resume, if no load of `version` has begun. Raises ActivationError otherwise."""
+    def go_on(self, version: int, timeout_s: float) -> None:
+        """Resume, if no load of `version` has begun. Raises ActivationError otherwise. `timeout_s`: of the
+        request."""
         if self._has_begun:
             raise ActivationError(
                 f"{self.url} had begun to load version {version}: it stays paused until a load succeeds: push again"
             )
-        self.resume()
+        self.resume(timeout_s)
 
-    def resume(self) -> None:
+    def resume(self, timeout_s: float | None = None) -> None:
         """Generate again. Idempotent. Raises ActivationError if a load has torn the weights (the server stays paused),
         or if the server was restarted since it has loaded."""
         if self._has_begun:
             raise ActivationError(
                 f"what {self.url} holds is torn by a load that failed: it stays paused until one succeeds"
             )
-        self.call("POST", "/continue_generation", {})
+        self.call("POST", "/continue_generation", {}, timeout_s=timeout_s)
         if self._loaded is not None and (said := self.version()) != str(self._loaded):
             raise ActivationError(f"{self.url} reports version {said!r}, but has loaded '{self._loaded}'")
 

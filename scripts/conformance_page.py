@@ -26,6 +26,8 @@ RUNS = REPOSITORY / "scripts" / "conformance_runs.json"
 """Of each route its run with faults: engine, dtype, date, and what came of each cell."""
 SGLANG = "SGLang "
 """Begins the name of a route of SGLang there."""
+VERSIONS = REPOSITORY / "scripts" / "conformance_versions.json"
+"""What came of servers of each version of vLLM, as conformance_matrix.py writes it."""
 CANNOT = {
     "An answer is attributed to the wrong version": (
         "https://github.com/areal-project/AReaL/pull/1569",
@@ -74,6 +76,10 @@ verl.checkpoint_engine.engines.sglang.loader.load`. Each route but `disk` needs 
 `--weight-update-pause-mode`). SGLang 0.5.23 was certified over all four (`qwen3`, float32, CPU), and 16 faults seeded
 in its ranks and routes were named.
 
+`--route lora` needs a vLLM with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. A and B are then adapters of
+every projection, whose base is compared, too: alone, and beside requests with the adapter. The oracle is PEFT's merged
+model. The adapter has a name of its own, and is unloaded at the end.
+
 ## What is compared
 
 `certify` writes version B: noise is added to every tensor of the model A. Then the server gets B, A, B and A, with
@@ -120,17 +126,13 @@ first:
 
 ## Results
 
-Tested with an engine of transformers that has vLLM's routes, a prefix cache and switches for its faults: 19 loaders and
-8 broken promises are found and named. With vLLM 0.32.0's own server on a CPU, 2026-11-29, four updates each with
-requests in flight:
+Tested with an engine of transformers that has vLLM's routes, a prefix cache, adapters and switches for its faults: 19
+loaders of weights, 6 of adapters and 8 broken promises are found and named. vLLM's own servers on a CPU, each version
+beside the packages of this project's environment, with four updates over each route and requests in flight, as
+`python scripts/conformance_matrix.py VERSION ...` certifies them:
 
-| model | `arena` | `update` | `checkpoint_engine` | `disk` |
-|---|---|---|---|---|
-| Qwen3, bfloat16 | certified | certified | not tried | certified |
-| Qwen3-MoE, float32 | certified | certified | certified | wrongly loaded (below) |
-
-The largest difference with experts was 9.5e-7 nats; the weakest of 37 tensors shows as 8.1e-3.
-
+"""
+CLASSES = """
 ## Classes of faults
 
 """
@@ -202,6 +204,26 @@ ask
 curl -s -X POST localhost:8000/v1/load_lora_adapter -H 'Content-Type: application/json' \\
     -d '{"lora_name": "a", "lora_path": "ADAPTER"}'
 ask
+```
+
+`load_lora_adapter` in place, same version, CPU and day. Requests keep the path that their adapter had when they
+arrived, and `load_inplace`. One that waited while the server was paused is therefore computed with the old adapter
+after the update, which it loads again: `certify` finds answers that change their version (`mixed versions`). An answer
+that is under way while nothing is paused goes on with the new adapter.
+[vllm-project/vllm#36373](https://github.com/vllm-project/vllm/pull/36373) is about the loads alone. To reproduce, with
+two adapters:
+
+```
+load() { curl -s -X POST localhost:8000/v1/load_lora_adapter -H 'Content-Type: application/json' \\
+    -d '{"lora_name": "a", "lora_path": "'$1'", "load_inplace": true}'; }
+say() { curl -s -X POST localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"model": "a",
+    "prompt": [5, 6, 7, 8], "max_tokens": 5, "temperature": 0, "logprobs": 0}' | grep -o '"token_logprobs":[^]]*'; }
+load ADAPTER_1; say
+curl -s -X POST localhost:8000/pause
+say & sleep 1
+load ADAPTER_2
+curl -s -X POST localhost:8000/resume
+wait; say
 ```
 """
 
@@ -301,6 +323,19 @@ resumed after `POST /continue_generation`. After *no way on* it took an update a
 a load from disk. Each pusher over `tensor` leaves a process of torch, `torch_shm_manager`, until the server ends."""
 
 
+def versions() -> list[str]:
+    """The table of VERSIONS."""
+    rows = json.loads(VERSIONS.read_text())
+    lines = [
+        "| vLLM | model | " + " | ".join(f"`{route}`" for route in ROUTES) + " |",
+        "|---" * (len(ROUTES) + 2) + "|",
+    ]
+    for row in rows:
+        found = [row["routes"].get(route, "not tried") for route in ROUTES]
+        lines.append(f"| {row['vllm']}, {row['date']} | {row['model']} | " + " | ".join(found) + " |")
+    return lines
+
+
 def contract() -> str:
     lines = [f"| {name} | {text} |" for name, text in PROMISES.items()]
     lines += ["", "| fault | what | phases |", "|---|---|---|"]
@@ -370,7 +405,9 @@ def rendered() -> str:
     lines += [
         f"| {what} | {_link(thread)} | {instead} | `{name}` |" for what, (thread, instead, _, name) in CANNOT.items()
     ]
-    return HEAD + "\n".join(lines) + "\n" + contract() + FOUND + FOUND_IN_SGLANG
+    return (
+        HEAD + "\n".join(versions()) + "\n" + CLASSES + "\n".join(lines) + "\n" + contract() + FOUND + FOUND_IN_SGLANG
+    )
 
 
 def about(route: object) -> str:

@@ -328,14 +328,17 @@ def _parser(program: str) -> argparse.ArgumentParser:
     served.add_argument(
         "--route",
         metavar="R",
-        help="how versions reach it: arena, disk; vLLM: update, checkpoint_engine; SGLang: tensor, distributed",
+        help="how versions reach it: arena, disk; vLLM: update, checkpoint_engine, lora; SGLang: tensor, distributed",
     )
     served.add_argument(
         "--pause-mode", choices=("wait", "abort", "keep"), default="wait", help="of requests in flight (default wait)"
     )
     served.add_argument("--timeout-seconds", type=float, default=300.0, metavar="S", help="of each call (default 300)")
     served.add_argument(
-        "--faults", action="store_true", help="have updates fail in every phase: does the server keep the contract"
+        "--faults",
+        nargs="*",
+        metavar="NAME",
+        help="have updates fail, by these faults or by all, in every phase: does the server keep the contract",
     )
     served.add_argument(
         "--deadline-seconds",
@@ -392,7 +395,7 @@ def _main(options: argparse.Namespace) -> int:
         if options.server is not None:
             return _certify_server(options)
         for flag in ("route", "faults", "worker_pid", "html", "junit"):
-            if getattr(options, flag):
+            if getattr(options, flag) is not None:
                 raise ConfigError(f"--{flag.replace('_', '-')} is of a running server: name it with --server URL")
         with scratch_directory() as scratch:
             certificate = certify(
@@ -418,7 +421,7 @@ def _certify_server(options: argparse.Namespace) -> int:
 
     if options.route is None:
         raise ConfigError(
-            "--server needs --route R: arena, disk; vLLM: update, checkpoint_engine; SGLang: tensor, distributed"
+            "--server needs --route R: arena, disk; vLLM: update, checkpoint_engine, lora; SGLang: tensor, distributed"
         )
     if options.timeout_seconds <= 0:
         raise ConfigError(f"--timeout-seconds must be more than 0, not {options.timeout_seconds:g}")
@@ -426,7 +429,7 @@ def _certify_server(options: argparse.Namespace) -> int:
         raise ConfigError(f"--deadline-seconds must be more than 0, not {options.deadline_seconds:g}")
     if options.tensor_parallel_size != 1 or options.backend != "naive":
         raise ConfigError("--tensor-parallel-size and --backend are of an engine that certify starts, not of --server")
-    if options.worker_pid is not None and not options.faults:
+    if options.worker_pid is not None and options.faults is None:
         raise ConfigError("--worker-pid is of --faults")
     model = options.model.expanduser().absolute()
     read_checkpoint(checkpoint_files(model))

@@ -1,5 +1,5 @@
-"""A serving engine of transformers with vLLM's routes, a prefix cache and requests in flight, and switches that break
-it. It shows what a run says of a fault that is known; whether a real engine is right, real engines show."""
+"""A serving engine of transformers with vLLM's routes, adapters, a prefix cache, requests in flight, and switches that
+break it. It shows what a run says of a fault that is known; whether a real engine is right, real engines show."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.http_server import http_server
@@ -32,7 +33,9 @@ class SlowEngine:
         ).eval()
         self.heal()
         self._label, self._paused, self._running = "default", False, 0
-        self._cache: dict[tuple[int, ...], Any] = {}
+        self._cache: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._adapters: dict[str, Any] = {}
+        """Name to the model with this adapter."""
         self._hits = 0
         self._to_load: Path | None = None
         """Loaded between two tokens of an answer."""
@@ -40,6 +43,7 @@ class SlowEngine:
 
     def heal(self) -> None:
         self.loader: Loader = lambda _, new: new
+        self.leaks_adapters = self.ignores_adapters = False
         self.keeps_cache = self.ignores_pause = self.drops_running = self.ignores_resume = False
         self.after_answer_s = self.step_s = 0.0
         self.named: Callable[[str], str] = lambda label: label
@@ -111,8 +115,33 @@ class SlowEngine:
             self._label = self.named(body["new_version"])
             return {"success": True}
         if path == "/v1/completions":
-            return self._complete(body["prompt"], body["max_tokens"], "prompt_logprobs" in body)
+            return self._complete(body, "prompt_logprobs" in body)
+        if path == "/v1/load_lora_adapter":
+            return self._load_adapter(body["lora_name"], Path(body["lora_path"]))
+        if path == "/v1/unload_lora_adapter":
+            if body["lora_name"] not in self._adapters:
+                raise KeyError(f"The lora adapter '{body['lora_name']}' cannot be found.")
+            del self._adapters[body["lora_name"]]
+            return b"Success"
         return None
+
+    def _load_adapter(self, name: str, directory: Path) -> bytes:
+        new = PeftModel.from_pretrained(copy.deepcopy(self.model), directory).merge_and_unload().eval()
+        before = self._adapters.get(name, new).state_dict()
+        with self._step, torch.no_grad():
+            for key, tensor in self.loader(dict(before), new.state_dict()).items():
+                new.state_dict()[key].copy_(tensor)
+        if not self.keeps_cache:
+            self._cache = {key: past for key, past in self._cache.items() if key[0] != name}
+        self._adapters[name] = new
+        return b"Success"
+
+    def _model_of(self, name: str) -> Any:
+        if self.leaks_adapters and self._adapters:
+            return next(iter(self._adapters.values()))
+        if name in self._adapters and not self.ignores_adapters:
+            return self._adapters[name]
+        return self.model
 
     def _pause(self) -> dict[str, Any]:
         if self.names_on_pause is not None:
@@ -148,7 +177,7 @@ class SlowEngine:
         return {"results": [None]}
 
     @torch.inference_mode()
-    def _complete(self, prompt: list[int], num_tokens: int, prompt_too: bool) -> dict[str, Any] | None:
+    def _complete(self, body: dict[str, Any], prompt_too: bool) -> dict[str, Any] | None:
         with self._may_run:
             while self._paused and not self._is_dead:
                 self._may_run.wait(0.1)
@@ -156,25 +185,25 @@ class SlowEngine:
                 raise RuntimeError("the engine is dead")
             self._running += 1
         try:
-            return self._generate(prompt, num_tokens, prompt_too)
+            return self._generate(body["model"], body["prompt"], body["max_tokens"], prompt_too)
         finally:
             with self._may_run:
                 self._running -= 1
                 self._may_run.notify_all()
 
-    def _generate(self, prompt: list[int], num_tokens: int, prompt_too: bool) -> dict[str, Any] | None:
-        ids = torch.tensor([prompt])
+    def _generate(self, name: str, prompt: list[int], num_tokens: int, prompt_too: bool) -> dict[str, Any] | None:
+        ids, served = torch.tensor([prompt]), self._model_of(name)
         if prompt_too:
             with self._step:
-                scores = self.model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+                scores = served(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
             places = [{str(token): {"logprob": float(scores[at, token])}} for at, token in enumerate(prompt[1:])]
             return {"choices": [{"prompt_logprobs": [None, *places], "finish_reason": "length", "token_ids": []}]}
-        key = tuple(prompt)
+        key = name, tuple(prompt)
         with self._step:
             if key in self._cache and len(prompt) >= 128:
                 self._hits += len(prompt)
             else:
-                read = self.model(input_ids=ids[:, :-1], use_cache=True)
+                read = served(input_ids=ids[:, :-1], use_cache=True)
                 self._cache[key] = read.past_key_values
             past = copy.deepcopy(self._cache[key])
         token, tokens, log_probs = prompt[-1], [], []
@@ -184,7 +213,7 @@ class SlowEngine:
             if self.drops_running and self._paused:
                 return None
             with self._step:
-                model = self.decodes_with or self.model
+                model = self.decodes_with or served
                 found = model(input_ids=torch.tensor([[token]]), past_key_values=past, use_cache=True)
             scores = found.logits[0, -1].log_softmax(-1)
             token = int(scores.argmax())

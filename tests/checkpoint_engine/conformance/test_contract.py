@@ -51,6 +51,7 @@ def test_a_route_has_a_cell_for_every_fault_and_a_reason_for_one_that_is_not_tri
     without = {"disk": {"no space"}, "distributed": {"no space"}, "arena": {"half of the bytes"}}.get(route, set())
     assert {fault.name for fault, _, reason in found if reason} == {"worker stopped", "worker killed"} | without
     assert {fault.name for fault, _, reason in cells(route, with_worker=True) if reason} == without
+    assert {fault.name for fault, _, _ in cells(route, with_worker=False, only=["late load"])} == {"late load"}
 
 
 def test_every_promise_names_the_classes_of_fault_that_break_it():

@@ -63,6 +63,7 @@ def run(served: tuple[SlowEngine, str], versions: tuple[Path, Path, Oracle], tmp
         directories=(model, other),
         tolerance=TOLERANCE,
         timeout_s=20,
+        flight_tokens=48,
         route_name="disk",
         scratch=tmp_path,
         deadline_s=DEADLINE_S,
@@ -199,6 +200,7 @@ SERVER = ("--server", "http://127.0.0.1:9", "--route", "disk")
         ([*SERVER, "--worker-pid", "1"], "--worker-pid is of --faults"),
         ([*SERVER, "--faults", "--worker-pid", "4194305"], "no such process"),
         ([*SERVER, "--faults", "--deadline-seconds", "0"], "more than 0"),
+        ([*SERVER, "--faults", "worker lost"], "--faults worker lost: unknown. There are pusher killed"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, text, versions, capsys):

@@ -55,6 +55,7 @@ class Bench:
                 directories=self.directories,
                 tolerance=TOLERANCE,
                 timeout_s=timeout_s,
+                flight_tokens=48,
                 version=int(label) if label.isdigit() else 0,
             )
             return run.warm("B", in_flight=in_flight).findings

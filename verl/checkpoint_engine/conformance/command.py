@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ import torch
 from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..publisher.sglang_endpoint import is_sglang
 from ..support.console import say
+from .adapters import AdapterRun, adapter_versions
+from .contract import INJECTED
 from .faults import CALLS, FaultRun, require_process
 from .oracle import MARGIN, changed_version, configured_dtype, has_experts, vocabulary
 from .probes import Probed, ProbedSGLang, ProbedVLLM
 from .report import as_json, as_text, told, write_html, write_junit
-from .routes import Route, require_route, route_of
-from .sequence import NUM_PROBES, PROBE_TOKENS, TOLERANCES, Run, certify
+from .routes import AdapterRoute, Route, require_route, route_of
+from .sequence import FLIGHT_TOKENS, NUM_PROBES, PROBE_TOKENS, SHORT_TOKENS, TOLERANCES, Run, certify
 from .verdicts import Report
 
 SKIPPED = 3
@@ -35,8 +37,8 @@ class Options:
     pause_mode: str = "wait"
     timeout_s: float = 300.0
     tolerance: float | None = None
-    faults: bool = False
-    """Whether faults hit the updates."""
+    faults: Sequence[str] | None = None
+    """Names of faults that hit the updates; empty: all; None: no fault does."""
     deadline_s: float = 20.0
     """Of faults: in which a pusher ends, and then the server serves or refuses."""
     worker_pid: int | None = None
@@ -50,6 +52,9 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
     """
     if options.worker_pid is not None:
         require_process(options.worker_pid)
+    known = [fault.name for fault in INJECTED]
+    if unknown := [name for name in options.faults or () if name not in known]:
+        raise ConfigError(f"--faults {', '.join(unknown)}: unknown. There are {', '.join(known)}")
     server, route = _reached(options)
     dtype = options.dtype if options.dtype != "auto" else server.dtype() or configured_dtype(options.model)
     if dtype not in TOLERANCES:
@@ -62,7 +67,13 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
     tolerance = options.tolerance or TOLERANCES[dtype]
     longest = server.longest() or PROBE_TOKENS + 2
     prompts = prompts_of(vocabulary(options.model), min(PROBE_TOKENS, longest - 2))
-    oracle, _ = changed_version(options.model, scratch / "B", prompts, dtype, tolerance, tell)
+    adapters = None
+    directories = options.model, scratch / "B"
+    if isinstance(route, AdapterRoute):
+        adapters = adapter_versions(options.model, scratch, prompts, dtype, tolerance, tell)
+        oracle, directories = adapters.oracle, adapters.directories
+    else:
+        oracle, _ = changed_version(options.model, directories[1], prompts, dtype, tolerance, tell)
     power = oracle.power()
     seen = [effect for effect in power.values() if effect > MARGIN * tolerance]
     report = Report(
@@ -81,14 +92,15 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         "server": server,
         "route": route,
         "oracle": oracle,
-        "directories": (options.model, scratch / "B"),
+        "directories": directories,
         "tolerance": tolerance,
         "timeout_s": options.timeout_s,
         "pause_mode": options.pause_mode,
+        "flight_tokens": min(FLIGHT_TOKENS, longest - SHORT_TOKENS - 1),
         "steps": report.steps,
     }
     whole: Run
-    if options.faults:
+    if options.faults is not None:
         whole = faulted = FaultRun(
             **given,
             route_name=options.route,
@@ -97,10 +109,15 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
             scratch=scratch,
             deadline_s=options.deadline_s,
             worker_pid=options.worker_pid,
+            only=options.faults,
         )
         steps = faulted.all(tell)
     else:
-        whole = Run(**given)
+        if isinstance(route, AdapterRoute) and adapters is not None:
+            given["server"] = ProbedVLLM(server.url, timeout_s=options.timeout_s, name=route.name)
+            whole = AdapterRun(**given, base=server, model=adapters.base)
+        else:
+            whole = Run(**given)
         steps = certify(whole, tell)
     try:
         for step in steps:
@@ -109,7 +126,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         if whole.may_have_b:
             tell("broken off: bringing the server's own version back")
             if not whole.bring_back():
-                tell(f"the server may still have the changed version: bring it {options.model}")
+                tell(whole.remains(options.model))
         raise
     finally:
         route.close()
@@ -122,10 +139,12 @@ def _reached(options: Options) -> tuple[Probed, Route]:
     """The server, and the way to it, which it has. Raises what `run` does."""
     require_route(options.route)
     sglang = is_sglang(options.server)
+    if options.faults is not None and options.route == "lora":
+        raise ConfigError("--faults has no cells for --route lora")
     route = route_of(
         options.route, options.server, timeout_s=options.timeout_s, pause_mode=options.pause_mode, sglang=sglang
     )
-    longest_s = CALLS * options.deadline_s if options.faults else options.timeout_s
+    longest_s = CALLS * options.deadline_s if options.faults is not None else options.timeout_s
     probed = ProbedSGLang if sglang else ProbedVLLM
     server: Probed = probed(options.server, timeout_s=min(options.timeout_s, longest_s))
     route.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 PHASES = {
@@ -111,10 +111,13 @@ INJECTED = (
 )
 
 
-def cells(route: str, *, with_worker: bool) -> list[tuple[Fault, str, str]]:
-    """(fault, phase, why it is not tried, or empty) of each cell of a route, in the order of a run."""
+def cells(route: str, *, with_worker: bool, only: Sequence[str] = ()) -> list[tuple[Fault, str, str]]:
+    """(fault, phase, why it is not tried, or empty) of each cell of a route, in the order of a run. `only`: names of
+    faults; empty: all."""
     found = []
     for fault in INJECTED:
+        if only and fault.name not in only:
+            continue
         reason = fault.not_for.get(route, "")
         if fault.name.startswith("worker") and not with_worker:
             reason = "no process was given with --worker-pid"

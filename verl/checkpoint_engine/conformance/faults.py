@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,8 @@ class FaultRun(Run):
     deadline_s: float = 20.0
     """In which a pusher has to end, and then the server to serve or to refuse."""
     worker_pid: int | None = None
+    only: Sequence[str] = ()
+    """Names of faults; empty: all."""
     _serves: int = 0
     """0: A, 1: B."""
     _is_hit: bool = False
@@ -68,10 +70,11 @@ class FaultRun(Run):
         step = self.cold()
         yield step
         if not self.is_cold_a:
-            tell("the server does not compute with the model yet: A is brought first")
+            tell(f"{self.not_cold_a(step)}: A is brought first")
             step.findings.clear()
             self._bring(0)
-        for fault, phase, reason in cells(self.route_name, with_worker=self.worker_pid is not None):
+        asked = cells(self.route_name, with_worker=self.worker_pid is not None, only=self.only)
+        for fault, phase, reason in asked:
             cell = Cell(name=f"{fault.name}, {phase}", fault=fault.name, phase=phase, skipped=reason)
             if not reason and self._down:
                 cell.skipped = f"the server did not come back after {self._down}"
@@ -174,7 +177,7 @@ class FaultRun(Run):
     def _pusher(self, cell: Cell | None, directory: Path) -> Pusher:
         """`cell`: of the pusher that the fault hits, None for another one."""
         fault = cell.fault if cell is not None else ""
-        gives_up = fault in ("deadline passed", "late load", "worker stopped")
+        gives_up = fault in ("deadline passed", "late load", "worker stopped", "worker killed")
         return Pusher(
             self.route_name,
             self._relay.url,

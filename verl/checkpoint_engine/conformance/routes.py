@@ -6,8 +6,10 @@ device have a reason in `NEED_DEVICES` instead.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from ..support.package import PACKAGE
 from .sglang_routes import SGLangDiskRoute, SGLangDistributedRoute, SGLangTensorRoute
 
 DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
+LORA = "start vLLM with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 EXTENSION = f"{PACKAGE}.parameter_server.VllmColocateWorkerExtension"
 
 
@@ -192,6 +195,55 @@ class CheckpointEngineRoute:
         """Nothing stays."""
 
 
+class AdapterRoute:
+    """vLLM's own `load_lora_adapter`, in place, of a directory for each version: between pause and resume, where the
+    server has them."""
+
+    labels = False
+
+    def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
+        self._http = HttpServer(url, timeout_s=timeout_s)
+        self._pause_mode = pause_mode
+        self.name = f"certify-{secrets.token_hex(4)}"
+        """Of the adapter, in requests: no other one of the server."""
+        self.is_loaded = False
+        self._pauses = False
+
+    def check(self) -> None:
+        try:
+            self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": self.name})
+        except Refused as exc:
+            if "cannot be found" not in exc.message:
+                raise ConfigError(f"{self._http.url} takes no adapters: {LORA}") from exc
+        with suppress(Refused):
+            self._http.call("GET", "/is_paused")
+            self._pauses = True
+
+    def push(self, directory: Path, version: int) -> str:
+        call = self._http.call
+        body = {"lora_name": self.name, "lora_path": str(directory), "load_inplace": True}
+        if self._pauses:
+            call("POST", f"/pause?mode={self._pause_mode}")
+        try:
+            call("POST", "/v1/load_lora_adapter", body, is_json=False)
+            self.is_loaded = True
+        finally:
+            if self._pauses:
+                call("POST", "/resume")
+        return str(version)
+
+    def unload(self) -> bool:
+        """Whether the server no longer has the adapter. Idempotent."""
+        if self.is_loaded:
+            with suppress(CheckpointEngineError):
+                self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": self.name}, is_json=False)
+                self.is_loaded = False
+        return not self.is_loaded
+
+    def close(self) -> None:
+        self.unload()
+
+
 def _through_parameter_server(
     directory: Path, request: Callable[[list[tuple[str, str]]], None], timeout_s: float
 ) -> None:
@@ -208,6 +260,7 @@ ROUTES: dict[str, Callable[..., Route]] = {
     "update": UpdateRoute,
     "disk": DiskRoute,
     "checkpoint_engine": CheckpointEngineRoute,
+    "lora": AdapterRoute,
 }
 SGLANG_ROUTES: dict[str, Callable[..., Route]] = {
     "arena": SGLangArenaRoute,

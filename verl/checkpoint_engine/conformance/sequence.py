@@ -23,7 +23,10 @@ TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1, "float16": 0.02}
 NUM_PROBES = 4
 PROBE_TOKENS = 48
 NUM_TOKENS = 12
-FLIGHT_TOKENS = 48
+FLIGHT_TOKENS = 160
+"""Of each answer in flight: a load that nothing pauses shall end before it does."""
+SHORT_TOKENS = 12
+"""The most of a prompt in flight, but for one token that is its own."""
 IN_FLIGHT = 3
 CACHED_TOKENS = 160
 """More than a block of vLLM's prefix cache on a CPU, 128."""
@@ -56,11 +59,14 @@ class Run:
     tolerance: float
     timeout_s: float
     pause_mode: str = "wait"
+    flight_tokens: int = FLIGHT_TOKENS
     version: int = 0
     steps: list[Step] = field(default_factory=list)
     cache: str = ""
     _last: tuple[str, Pushed] | None = None
     """The version that was sent last, and its update."""
+    _beside: Answer | None = None
+    """To a request that was sent when the last update had been answered, beside older requests."""
     _cold: LogProbs | None = None
     _long: Sequence[int] = ()
 
@@ -85,6 +91,7 @@ class Run:
         target = "AB".index(to)
         step = Step(name=f"warm {to}" + (" again" if again else ""))
         flown: list[Flown] = []
+        self._beside = None
         try:
             self._long = self._fill_cache()
             before = self.server.digests()
@@ -93,7 +100,9 @@ class Run:
                 push = Pushed(self.route, self.directories[target], self.version)
                 self._last = to, push
                 label = push.result(self.timeout_s)
-            step.seconds = time.monotonic() - began
+                step.seconds = time.monotonic() - began
+                if label is not None and in_flight:
+                    self._ask_beside(step)
         except ConfigError:  # nothing was sent
             self._last = None
             raise
@@ -113,6 +122,14 @@ class Run:
         except TransportError as exc:
             step.findings.append(Finding(fault="lost request", text=f"after the update: {exc}"))
         return self._kept(step)
+
+    def not_cold_a(self, step: Step) -> str:
+        """Why the server does not start with A, of the step of `cold`."""
+        return f"the server does not compute with the model yet ({step.deviation:.3g} nats away)"
+
+    def remains(self, model: Path) -> str:
+        """What the operator is told if `bring_back` failed. `model`: the directory that the server serves."""
+        return f"the server may still have the changed version: bring it {model}"
 
     def close(self) -> None:
         """Nothing stays."""
@@ -165,7 +182,14 @@ class Run:
             elif known and not self._is_of(known[0], model):
                 text = f"a prompt of {len(self._long)} tokens that was answered before the update goes on differently"
                 step.findings.append(Finding(fault="stale cache", text=text, prompt=self._long))
+            elif self._beside is not None and not self._is_of(self._beside, model):
+                text = "a request sent after the update, while older ones ran, is not answered by the new version"
+                step.findings.append(Finding(fault="mixed versions", text=text, prompt=self._beside.prompt))
         self._look_at(step, flown, target, label)
+
+    def _ask_beside(self, step: Step) -> None:
+        """Ask at once, while requests from before the update may still run."""
+        self._beside = self.server.continued(self._unknown(self.oracle.prompts[-1]), NUM_TOKENS)
 
     def _unknown(self, prompt: Sequence[int]) -> Sequence[int]:
         """The tokens of `prompt` in an order that no earlier update asked for: nothing is in a cache, be a block of it
@@ -175,7 +199,9 @@ class Run:
 
     def _named(self, found: LogProbs, target: int, before: dict[str, str]) -> Finding:
         """Which fault gives these log-probs."""
-        oracle = self.oracle if target else Oracle(self.oracle.new, self.oracle.old, self.oracle.prompts)
+        oracle = (
+            self.oracle if target else Oracle(self.oracle.new, self.oracle.old, self.oracle.prompts, self.oracle.parts)
+        )
         what = oracle.explain(found, self.tolerance)
         at = int((found - oracle.of_new).abs().argmax())
         fault, or_else = what.fault, what.or_else
@@ -218,8 +244,8 @@ class Run:
         return prompt
 
     def _requests(self, flown: list[Flown] | None) -> InFlight:
-        prompts = [list(prompt)[: 8 + at] for at, prompt in enumerate(self.oracle.prompts)]
-        return InFlight(self.server, prompts, flown)
+        prompts = [list(prompt)[: SHORT_TOKENS - at] for at, prompt in enumerate(self.oracle.prompts)]
+        return InFlight(self.server, prompts, self.flight_tokens, flown)
 
     def _look_at(self, step: Step, flown: list[Flown], target: int, label: str) -> None:
         step.in_flight = len(flown)
@@ -254,8 +280,10 @@ class Run:
 class InFlight:
     """Keeps `IN_FLIGHT` requests running while it is entered; what came of each is in `flown`."""
 
-    def __init__(self, server: Probed, prompts: Sequence[Sequence[int]], flown: list[Flown] | None) -> None:
-        self._server, self._prompts, self._flown = server, prompts, flown
+    def __init__(
+        self, server: Probed, prompts: Sequence[Sequence[int]], num_tokens: int, flown: list[Flown] | None
+    ) -> None:
+        self._server, self._prompts, self._num_tokens, self._flown = server, prompts, num_tokens, flown
         self._ends = threading.Event()
         self._begun = threading.Semaphore(0)
         self._pool = ThreadPoolExecutor(IN_FLIGHT)
@@ -286,7 +314,7 @@ class InFlight:
             first = False
             answer, error, late = None, "", False
             try:
-                answer = self._server.continued(prompt, FLIGHT_TOKENS)
+                answer = self._server.continued(prompt, self._num_tokens)
             except CheckpointEngineError as exc:
                 error, late = str(exc), isinstance(exc, TransportTimeout)
             self._flown.append(
@@ -338,7 +366,7 @@ def certify(run: Run, tell: Callable[[str], None]) -> Iterator[Step]:
     step = run.cold()
     yield step
     if not run.is_cold_a:
-        tell(f"the server does not compute with the model yet ({step.deviation:.3g} nats away): A is brought first")
+        tell(f"{run.not_cold_a(step)}: A is brought first")
         yield run.warm("A", in_flight=False)
     yield run.warm("B")
     yield run.warm("A")

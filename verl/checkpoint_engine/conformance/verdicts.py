@@ -29,6 +29,10 @@ FAULTS = {
         "The version that the server reports is not the one that it computes with.",
         "https://github.com/rllm-org/rllm/pull/622",
     ),
+    "wrong adapter": (
+        "Requests are computed with an adapter that they do not name, or without the one that they name.",
+        f"{VLLM}/pull/48421",
+    ),
     "lost request": ("A request in flight got no answer.", "https://github.com/radixark/miles/pull/2589"),
     "hung": ("A call got no answer before the deadline.", "https://github.com/areal-project/AReaL/issues/1160"),
     "refused": ("The server answered an update with an error.", f"{VLLM}/pull/57854"),

@@ -1,0 +1,150 @@
+"""Versions of a LoRA adapter, and a run that certifies a server of vLLM with them: `certify --server --route lora`.
+
+The base model stays. A and B are two adapters of it, and after each update the base alone is compared, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .oracle import CHANGES, MARGIN, LogProbs, Oracle, Part, Prompts, load_model, log_probs
+from .probes import Probed
+from .routes import AdapterRoute
+from .sequence import NUM_TOKENS, Flown, Run
+from .verdicts import Finding, Step
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK, ALPHA = 8, 16
+"""vLLM takes ranks up to its --max-lora-rank, 16 by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Two adapters of one base model."""
+
+    base: Any
+    """The model without an adapter."""
+    oracle: Oracle
+    directories: tuple[Path, Path]
+
+
+@dataclass(kw_only=True)
+class AdapterRun(Run):
+    """`server` answers with the adapter, `base` without one."""
+
+    base: Probed
+    model: Any
+    """Of the base."""
+
+    def __post_init__(self) -> None:
+        self.of_base = log_probs(self.model, self.oracle.prompts)
+
+    def cold(self) -> Step:
+        """Look at the base. Raises ConfigError if it is not the model's."""
+        step = Step(name="base")
+        found = self._of_base()
+        step.tokens, step.deviation = len(found), float((found - self.of_base).abs().max())
+        if not step.deviation <= self.tolerance:
+            raise ConfigError(f"the server does not compute with the model: it is {step.deviation:.3g} nats away")
+        return self._kept(step)
+
+    def not_cold_a(self, step: Step) -> str:
+        return "no adapter is loaded yet"
+
+    def bring_back(self) -> bool:
+        """Unload the adapter."""
+        route = self.route
+        assert isinstance(route, AdapterRoute)
+        if self._last is not None:
+            with suppress(Exception):
+                self._last[1].result(self.timeout_s)
+        return route.unload()
+
+    def remains(self, model: Path) -> str:
+        route = self.route
+        assert isinstance(route, AdapterRoute)
+        return f"the server may still have the adapter {route.name}: unload it"
+
+    def _of_base(self) -> LogProbs:
+        return torch.tensor([value for prompt in self.oracle.prompts for value in self.base.log_probs(prompt)])
+
+    def _ask_beside(self, step: Step) -> None:
+        super()._ask_beside(step)
+        # Not its prompt's log-probs: beside others with an adapter they end vLLM (vllm-project/vllm#16668).
+        answer = self.base.continued(self._unknown(self.oracle.prompts[0]), NUM_TOKENS)
+        if not self._is_of(answer, self.model):
+            text = "a request without an adapter, while others with one ran, is not answered by the base model alone"
+            step.findings.append(Finding(fault="wrong adapter", text=text, prompt=answer.prompt))
+
+    def _fill_cache(self) -> Sequence[int]:
+        return super()._fill_cache() if self._last is not None else ()  # before the first update there is no adapter
+
+    def _compare(self, step: Step, target: int, label: str, before: dict[str, str], flown: list[Flown]) -> None:
+        super()._compare(step, target, label, before, flown)
+        away = float((self._of_base() - self.of_base).abs().max())
+        if not away <= self.tolerance:
+            text = f"requests without an adapter are {away:.3g} nats away from the base model, which no update changed"
+            step.findings.append(Finding(fault="wrong adapter", text=text, prompt=self.oracle.prompts[0]))
+
+    def _named(self, found: LogProbs, target: int, before: dict[str, str]) -> Finding:
+        if float((found - self.of_base).abs().max()) <= self.tolerance:
+            text = "requests for the adapter are computed with the base model alone"
+            return Finding(fault="wrong adapter", text=text, prompt=self.oracle.prompts[0])
+        return super()._named(found, target, before)
+
+
+def adapter_versions(
+    model: Path, scratch: Path, prompts: Prompts, dtype: str, tolerance: float, tell: Callable[[str], None]
+) -> Adapters:
+    """Write two random adapters of every projection in attention and MLPs, in PEFT's form, with larger changes where
+    smaller ones would not show. The oracle is PEFT's merged model. Raises ConfigError."""
+    base = load_model(model, dtype)
+    targets = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.endswith(TARGETS) and "vis" not in name
+    ]
+    if not targets:
+        raise ConfigError(f"{model} has no {', '.join(TARGETS)}: --route lora has no adapter for it")
+    parts = [Part(f"{name}.weight") for name in targets]
+    amounts = dict.fromkeys(targets, CHANGES[0])
+    directories = scratch / "A", scratch / "B"
+    for change in (*CHANGES[1:], None):
+        old, new = (_written(base, directory, amounts, dtype) for directory in directories)
+        oracle = Oracle(old, new, prompts, parts)
+        unseen = [name for name, effect in oracle.power().items() if effect <= MARGIN * tolerance]
+        if not unseen or change is None:
+            break
+        tell(f"{len(unseen)} of {len(parts)} tensors are changed by {change:g} standard deviations to be seen")
+        amounts |= {name.removesuffix(".weight"): change for name in unseen}
+    return Adapters(base=base, oracle=oracle, directories=directories)
+
+
+def _written(base: Any, directory: Path, amounts: Mapping[str, float], dtype: str) -> Any:
+    """Write an adapter whose product has `amounts` times the standard deviation of each weight; return the model with
+    it merged."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as exc:
+        raise ConfigError("--route lora makes its adapters with peft: pip install peft") from exc
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(amounts))
+    model: Any = get_peft_model(copy.deepcopy(base), config)
+    for name, amount in amounts.items():
+        layer = model.base_model.model.get_submodule(name)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{directory.name} {name}".encode()))
+        inwards, outwards = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
+        size = amount * float(layer.base_layer.weight.std()) * RANK**0.5 / ALPHA
+        for weight, scale in ((inwards, 1.0), (outwards, size)):
+            drawn = scale * torch.randn(weight.shape, generator=generator)
+            weight.copy_(drawn.to(getattr(torch, dtype)))
+    model.save_pretrained(str(directory))
+    return model.merge_and_unload().eval().requires_grad_(False)

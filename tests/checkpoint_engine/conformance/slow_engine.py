@@ -43,6 +43,8 @@ class SlowEngine:
 
     def heal(self) -> None:
         self.loader: Loader = lambda _, new: new
+        self._era = getattr(self, "_era", 0) + 1
+        """Loads that are late, and began before, do not come any more."""
         self.leaks_adapters = self.ignores_adapters = False
         self.keeps_cache = self.ignores_pause = self.drops_running = self.ignores_resume = False
         self.after_answer_s = self.step_s = 0.0
@@ -115,7 +117,7 @@ class SlowEngine:
             self._label = self.named(body["new_version"])
             return {"success": True}
         if path == "/v1/completions":
-            return self._complete(body, "prompt_logprobs" in body)
+            return self._complete(body["model"], body["prompt"], body["max_tokens"], "prompt_logprobs" in body)
         if path == "/v1/load_lora_adapter":
             return self._load_adapter(body["lora_name"], Path(body["lora_path"]))
         if path == "/v1/unload_lora_adapter":
@@ -165,19 +167,22 @@ class SlowEngine:
                 self._may_run.notify_all()
 
     def _reload(self, directory: Path) -> dict[str, Any]:
+        era = self._era
         time.sleep(self.hangs_s)
+        if era != self._era:
+            return {"results": [None]}
         if self.ignores_pause:
             with self._may_run:
                 self._to_load = directory
                 self._may_run.wait_for(lambda: self._to_load is None, timeout=60)
         elif self.after_answer_s:
-            threading.Timer(self.after_answer_s, self.load, [directory]).start()
+            threading.Timer(self.after_answer_s, lambda: era == self._era and self.load(directory)).start()
         else:
             self.load(directory)
         return {"results": [None]}
 
     @torch.inference_mode()
-    def _complete(self, body: dict[str, Any], prompt_too: bool) -> dict[str, Any] | None:
+    def _complete(self, name: str, prompt: list[int], num_tokens: int, prompt_too: bool) -> dict[str, Any] | None:
         with self._may_run:
             while self._paused and not self._is_dead:
                 self._may_run.wait(0.1)
@@ -185,7 +190,7 @@ class SlowEngine:
                 raise RuntimeError("the engine is dead")
             self._running += 1
         try:
-            return self._generate(body["model"], body["prompt"], body["max_tokens"], prompt_too)
+            return self._generate(name, prompt, num_tokens, prompt_too)
         finally:
             with self._may_run:
                 self._running -= 1

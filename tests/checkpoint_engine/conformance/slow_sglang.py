@@ -54,7 +54,7 @@ class SlowSGLang(SlowEngine):
 
     def _generated(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, whole = body["input_ids"], body.get("logprob_start_len") == 0
-        (found,) = self._complete(prompt, body["sampling_params"]["max_new_tokens"], whole)["choices"]
+        (found,) = self._complete("", prompt, body["sampling_params"]["max_new_tokens"], whole)["choices"]
         about: dict[str, Any] = {"finish_reason": {"type": "length"}}
         if whole:
             places = found["prompt_logprobs"][1:]

@@ -259,16 +259,17 @@ for v in $(seq 30); do post update_weights_from_disk '{"model_path": "DIR", "wei
 ```
 
 `begin_weight_update` has no owner and no deadline, as `pause_generation`. If a pusher is killed, every later one is
-refused until `end_weight_update`. Between begin and end `continue_generation` is not refused, and the server computes with what it has
-([sgl-project/sglang-omni#784](https://github.com/sgl-project/sglang-omni/pull/784) asks to stay paused):
+refused until `end_weight_update`. Between begin and end `continue_generation` is not refused, and the server computes
+with what it has ([sgl-project/sglang-omni#784](https://github.com/sgl-project/sglang-omni/pull/784) asks to stay
+paused):
 
 ```
 post begin_weight_update '{}'
 post begin_weight_update '{}'
 ```
 
-`init_weights_update_group` with a pusher that does not join. The scheduler waits for it: no token within 30 minutes, and
-`/health` is 503. After 30 minutes it tries again:
+`init_weights_update_group` with a pusher that does not join. The scheduler waits for it: no token within 30 minutes,
+and `/health` is 503. After 30 minutes it tries again:
 
 ```
 post init_weights_update_group '{"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1,

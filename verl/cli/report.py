@@ -17,6 +17,7 @@ from verl.cli.samples import decoder, read_samples, sample_directories
 
 SCRIPTS = ("basics.js", "charts.js", "timeline.js", "tables.js", "main.js")
 LIVE = "live.js"
+OTHER_FORMATS = (".pdf", ".png", ".svg", ".json", ".jsonl", ".csv", ".md", ".txt")
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -61,6 +62,10 @@ def command(
     with the version of the weights behind each token. Of several runs it shows in which settings they differ, their
     curves over each other, and what they answered to the same prompts. It needs a browser, and no network.
     """
+    if len({directory.resolve() for directory in directories}) < len(directories):
+        raise click.UsageError("a DIR is named twice: a run would be compared with itself.")
+    if output is not None and output.suffix.lower() in OTHER_FORMATS:
+        raise click.UsageError(f"--output {output}: what is written is HTML, name it so; a browser prints it as PDF.")
     runs = [read_run(directory) for directory in directories]
     several = len(runs) > 1
     output = output or directories[0] / ("comparison.html" if several else "report.html")

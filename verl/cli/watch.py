@@ -34,6 +34,7 @@ SECONDS = 1.0
 SAMPLED_STEPS, SAMPLES = 5, 8
 ALIVE_SECONDS = 15.0
 """The interval of signs of life from the server to a page without changes."""
+LOOPBACK = "127.0.0.1"
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -42,7 +43,7 @@ ALIVE_SECONDS = 15.0
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="Port of the page; default: any that is free.")
 @click.option(
     "--host",
-    default="127.0.0.1",
+    default=LOOPBACK,
     show_default=True,
     help="Address at which the page is served. Whoever has the printed link may read the run.",
 )
@@ -53,6 +54,8 @@ def command(directory: Path, text: bool, port: int, host: str) -> None:
     link has a token, without which the server answers nobody. Ctrl-C ends the server, and leaves the run alone.
     """
     run = read_run(directory)
+    if text and (port or host != LOOPBACK):
+        raise click.UsageError("--port and --host are of the page, which --text does not serve.")
     if text:
         for line in _lines(run, lambda: read_run(directory), wait=lambda: time.sleep(SECONDS)):
             click.echo(line)

@@ -42,6 +42,7 @@ NOT_RUN = {
     r"doctor --address": "a cluster: tests/doctor/test_cluster.py",
     r"-m benchmarks\.|-m tests\.|^scripts/gpu_": "minutes, or devices: tests/benchmarks, tests/scripts",
     r"models_page.py( --run)?$|scripts/generate_config.py$": "long, or changes the repository",
+    r"conformance_matrix.py": "installs releases of vLLM, and takes minutes for each",
     r"data\.train_batchsize": "shown for its error: tests/docs/test_printed_commands.py",
     r"(check_commit_message.py FILE|for_index.py FOLDER)": "a placeholder for a file; tests/scripts",
     r"prepare verifiers|data/guess": "packages of its own: tests/experimental/agent_loop/test_verifiers.py",

@@ -41,6 +41,9 @@ SHOWN = {
     "cp -r DIR CUT": "the same, with a file that is cut off",
     "ask() {": "against a server of vLLM",
     "ask": "the same, with an adapter",
+    "load() {": "the same",
+    "for i in 1 2 3 4; do (for n in": "the same, while others ask",
+    "post": "against a server of SGLang",
 }
 """How lines begin that are no command in a block: the command that prints them, or where else they are looked at."""
 

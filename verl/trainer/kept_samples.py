@@ -2,6 +2,7 @@
 
     <output_dir>/kept_samples/    0700; removed when the run is complete
         00000012.samples          0600; for the steps after step 12; records in the order of writing
+        run                       0600; names the run, and all that resume it
 
 The first record of a file says whose it is. A run that is resumed from its checkpoint of step 12 reads the files from
 number 12 on. It trains on them in their order, so that it repeats the steps that are undone, with their samples, before
@@ -14,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +33,8 @@ from verl.utils.framed import append, cut_to_whole, framed, frames
 logger = logging.getLogger(__name__)
 
 NAME = "kept_samples"
+TOOL_CALLS = "tool_calls"
+"""Beside it: calls of tools under way, which agent loops write."""
 SHARE = 10
 """Samples take at most this part of the disk's free space and of the host's free memory, which has to hold them."""
 _FILE = re.compile(r"(\d{8})\.samples", re.ASCII)
@@ -101,6 +105,20 @@ class KeptSamples:
         self._full: int | None = None
         """The number of the file that is incomplete, because there was no room for the rest."""
         self._is_over = False
+
+    def run(self, *, anew: bool = False) -> str:
+        """Names the run, and all that resume it, with 32 hexadecimal digits. `anew`: by another name from now on."""
+        path = self.directory / "run"
+        if not anew:
+            with suppress(OSError), path.open("rb") as file:
+                for head, *_ in frames(file):
+                    if head.get("run") == self._identity:
+                        return str(head["name"])
+        name = uuid.uuid4().hex
+        with suppress(OSError):  # then nobody resumes it, which is what `append` says
+            path.unlink(missing_ok=True)
+            append(path, b"", {"run": self._identity, "name": name})
+        return name
 
     def append(self, number: int, content: Any, generated: DataProto) -> None:
         """Append `content`, made of plain values and batches, whose tokens `generated` has."""
@@ -229,13 +247,18 @@ class KeptSamples:
         return self.directory / f"{number:08}.samples"
 
 
+def discard_calls(output_dir: Path) -> None:
+    """Delete `TOOL_CALLS` of a complete run."""
+    shutil.rmtree(output_dir / TOOL_CALLS, ignore_errors=True)
+
+
 def discard(output_dir: Path, *, before_s: float | None = None) -> None:
     """Delete what a run left in its output directory; with `before_s`, seconds since 1970, what was written before."""
     directory = output_dir / NAME
     if before_s is None:
         shutil.rmtree(directory, ignore_errors=True)
         return
-    for path in directory.glob("*.samples"):
+    for path in directory.glob("*"):
         if path.stat().st_mtime < before_s:
             path.unlink()
 

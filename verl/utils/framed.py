@@ -48,14 +48,14 @@ def cut_to_whole(path: Path) -> None:
     os.truncate(path, whole)
 
 
-def append(path: Path, record: bytes, first: Mapping[str, Any]) -> None:
-    """Append to a file of this user alone (0600), in a directory of this user alone. `first` is the head of the first
-    record of a new file. Raises OSError."""
+def append(path: Path, record: bytes, first: Mapping[str, Any], payload: bytes = b"") -> None:
+    """Append to a file of this user alone (0600), in a directory of this user alone. `first` and `payload` are the
+    first record of a new file. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "ab") as file:
         if file.tell() == 0:
-            file.write(framed(first))
+            file.write(framed(first, payload))
         file.write(record)
 
 

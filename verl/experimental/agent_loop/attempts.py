@@ -36,9 +36,11 @@ class Call:
         return len(self.so_far.token_ids if self.output is None else self.output.token_ids)
 
 
-def asked(prompt_ids: Sequence[int], sampling: SamplingOptions, pictures: Sequence[Picture] | None) -> Hashable:
-    """Equal for equal requests. Of a long conversation it is small."""
-    return xxhash.xxh3_128_digest(array("q", prompt_ids).tobytes()), sampling, tuple(pictures or ())
+def asked(prompt_ids: Sequence[int], sampling: SamplingOptions, pictures: Sequence[Picture] | None) -> str:
+    """Equal for equal requests, in other processes, too. Of a long conversation it is small."""
+    digest = xxhash.xxh3_128(array("q", prompt_ids).tobytes())
+    digest.update(repr((sampling, tuple(pictures or ()))).encode())
+    return digest.hexdigest()
 
 
 @dataclass(slots=True)
@@ -47,6 +49,10 @@ class Attempt:
 
     before: list[Call] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+
+    @property
+    def all_calls(self) -> list[Call]:
+        return [*self.before, *self.calls]
 
     def begin(self, request: Hashable, max_tokens: int) -> Call:
         """The call of the attempt before, once, or a new one."""
@@ -88,6 +94,10 @@ class Attempts:
         self._left[sample] = left
         while len(self._left) > MOST:
             self._left.popitem(last=False)
+
+    def calls(self) -> Iterable[tuple[Hashable, Call]]:
+        """Of samples that are not complete."""
+        return [(sample, call) for sample, left in self._left.items() if isinstance(left, list) for call in left]
 
     def take(self, sample: Hashable) -> AgentLoopOutput | list[Call]:
         return self._left.pop(sample, [])

@@ -19,12 +19,12 @@ from verl.experimental.agent_loop.interaction import interactions_of
 from verl.experimental.agent_loop.interaction_check import unheard
 from verl.experimental.agent_loop.registry import check_loop, known_loops, loop_class
 from verl.experimental.agent_loop.server_manager import COUNTS
-from verl.experimental.agent_loop.tool_calls import NAME as TOOL_CALLS
 from verl.experimental.agent_loop.tool_files import load_tools
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.worker import AgentLoopWorker, default_loop
 from verl.protocol import DataProto
 from verl.single_controller.future import is_of_dead_actor
+from verl.trainer.kept_samples import TOOL_CALLS
 from verl.utils.builtin import SEEING_MODEL
 from verl.utils.dataset.rl_dataset import Partners
 from verl.utils.language_model import directory_sees

@@ -197,6 +197,7 @@ class ServerManager:
             output: TokenOutput | None = None
             with nullcontext() if sampling.seed is not None else server.listener.listening(call_id) as told:
                 server.in_flight += 1
+                so_far.told = told
                 try:
                     if name is not None:
                         sample.keepers.add(server.handle)
@@ -217,6 +218,7 @@ class ServerManager:
                         sample.retries += 1
                 finally:
                     server.in_flight -= 1
+                    so_far.told = None
             if output is not None:
                 self._note(conversation, sample, len(token_ids), output)
                 return output

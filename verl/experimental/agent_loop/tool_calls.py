@@ -29,7 +29,6 @@ from verl.utils.framed import append, cut_to_whole, framed, frames
 
 logger = logging.getLogger(__name__)
 
-NAME = "tool_calls"
 MOST_NBYTES = 64 << 20
 """Of answers that are kept, per worker. Of a call beyond them only its beginning is known."""
 _REWRITTEN_NBYTES = 1 << 20
@@ -58,8 +57,8 @@ class ToolCalls:
     """
 
     def __init__(self, path: Path | None, *, takes_over: bool = False) -> None:
-        """`takes_over`: a worker that died may have left its file. Else a file there is an earlier run's.
-        Without a `path` calls are known within this process alone."""
+        """`takes_over`: a worker that died may have left its file. Else a file there is an earlier driver's: see
+        `resume`. Without a `path` calls are known within this process alone."""
         self._file, self._takes_over = path, takes_over
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tool-calls")
         self._opening: asyncio.Future[None] | None = None
@@ -164,6 +163,11 @@ class ToolCalls:
             self._is_over = True
             logger.warning("calls of tools may be repeated after a worker's death: %s", exc)
 
+    async def resume(self) -> None:
+        """Go on with what the worker of this rank had when its driver died. Nothing is called meanwhile."""
+        await self.opened()
+        await self._in_thread(self._resume)
+
     # ---- on the thread of the file
 
     @property
@@ -173,7 +177,7 @@ class ToolCalls:
 
     def _open(self) -> None:
         if self._takes_over and self._path.exists():
-            self._read()
+            self._read(self._path)
         else:
             if self._takes_over:
                 logger.warning(
@@ -181,12 +185,23 @@ class ToolCalls:
                     "hosts share trainer.default_local_dir",
                     self._path,
                 )
-            self._path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.replace(self._path, self._before)
             append(self._path, b"", {"run": self._run})
 
-    def _read(self) -> None:
-        cut_to_whole(self._path)
-        with self._path.open("rb") as file:
+    def _resume(self) -> None:
+        if self._before.exists():
+            self._read(self._before)
+            self._rewrite(self._records())
+            self._before.unlink()
+
+    @property
+    def _before(self) -> Path:
+        return self._path.with_suffix(".before")
+
+    def _read(self, path: Path) -> None:
+        cut_to_whole(path)
+        with path.open("rb") as file:
             for head, payload, end in frames(file):
                 if "run" in head:
                     self._run = head["run"]

@@ -24,7 +24,9 @@ class Partial:
     """A response that may come in several pieces."""
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
+        self.told: Told | None = None
+        """The piece that is under way."""
         self.token_ids: list[int] = []
         self._log_probs: list[float] | None = []
         self._spans: list[WeightVersionSpan] = []
@@ -33,7 +35,7 @@ class Partial:
 
     @property
     def room(self) -> int:
-        return self._max_tokens - len(self.token_ids)
+        return self.max_tokens - len(self.token_ids)
 
     def seed(self, given: int | None) -> int | None:
         """Of the next piece. With the same one its tokens would be drawn with the numbers that the first tokens were
@@ -59,6 +61,16 @@ class Partial:
             self._log_probs = self._log_probs if not piece.token_ids else None
         elif self._log_probs is not None:
             self._log_probs += piece.log_probs
+
+    def known(self) -> TokenOutput:
+        """All of it, as one that `died`, with what is told of the piece under way."""
+        piece = self.told.output() if self.told is not None else None
+        if piece is None:
+            return self.output("died")
+        whole = Partial(self.max_tokens)
+        for part in (self.output("died"), piece):
+            whole.add(part)
+        return whole.output("died")
 
     def output(self, stop_reason: StopReason) -> TokenOutput:
         return TokenOutput(

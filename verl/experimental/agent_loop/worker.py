@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from verl.experimental.agent_loop.attempts import Attempts, calls_of
+from verl.experimental.agent_loop import kept_unfinished
+from verl.experimental.agent_loop.attempts import Attempts, Call, calls_of
 from verl.experimental.agent_loop.batching import to_batch
 from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopError
+from verl.experimental.agent_loop.kept_unfinished import KeptUnfinished
 from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.experimental.agent_loop.registry import LoopEntry, constructor_arguments, loop_factory
 from verl.experimental.agent_loop.server_manager import COUNTS, Recording, ServerManager
@@ -91,6 +93,10 @@ class AgentLoopWorker:
         self._under_way: dict[tuple[Hashable, ...], asyncio.Task[DataProto]] = {}
         """By their samples: batches for training, without seeds; also complete ones that are to be kept."""
 
+        self._active: dict[Hashable, Recording] = {}
+        """By name, samples that are not complete, of batches that another driver may ask for."""
+
+        self._kept: KeptUnfinished | None = None
         self._tool_calls = ToolCalls(tool_calls and tool_calls / f"{rank}.calls", takes_over=takes_over)
         self._left_by: Sequence[Any] = servers if takes_over else ()
         """Servers that may keep calls of the worker that died."""
@@ -112,6 +118,19 @@ class AgentLoopWorker:
         """Send requests to `servers` from now on, after a change of replicas."""
         self._servers = self._connect(servers)
 
+    async def take_unfinished(self, directory: Path, run: str, up_to: int) -> int:
+        """Go on with what the worker of this rank had when its driver died, without tokens of versions after `up_to`:
+        see `kept_unfinished.read`. Returns the number of tokens."""
+        found = await asyncio.to_thread(kept_unfinished.read, directory, self._rank, run, up_to)
+        for sample, calls in found.items():
+            self._attempts.leave(sample, calls)
+        await self._tool_calls.resume()
+        return sum(call.num_tokens for calls in found.values() for call in calls)
+
+    def _unfinished(self) -> list[tuple[str, Call]]:
+        calls = [(name, call) for name, one in self._active.items() for call in one.attempt.all_calls]
+        return [(str(name), call) for name, call in (*calls, *self._attempts.calls())]
+
     async def progress(self, *, validate: bool) -> Progress | None:
         """The finished responses of this worker's batches for training or validation; None without a batch."""
         running = [batch for batch in self._running if batch.validate == validate]
@@ -127,8 +146,11 @@ class AgentLoopWorker:
 
         If a batch fails, a further call with samples of it, by uid, takes what they have: see `Attempts`. A call for a
         batch that is under way, because who asked for it died, waits for that. With `meta_info["keep"]` a complete one
-        is kept for such a call, until `forget`.
+        is kept for such a call, until `forget`. `meta_info["unfinished"]`, a directory and the name of the run, is
+        where what is under way is kept for another driver.
         """
+        if self._kept is None and (unfinished := samples.meta_info.get("unfinished")):
+            self._kept = KeptUnfinished(Path(unfinished[0]), self._rank, unfinished[1], self._unfinished)
         names = _names(samples, first_index)
         if names is None or self._config.trainer.full_determinism:
             return await self._generate_sequences(samples, first_index)
@@ -176,14 +198,16 @@ class AgentLoopWorker:
         ) -> AgentLoopOutput:
             return running.finish(done or await self._run_one(row, sampling, index, servers, calls))
 
-        begun: dict[asyncio.Task[AgentLoopOutput], tuple[Hashable, Recording]] = {}
+        begun: dict[asyncio.Task[AgentLoopOutput], tuple[str, Recording]] = {}
         for index, row in enumerate(_rows(samples), first_index):
-            name: Hashable = (row.get("uid"), index, step, sampling)
+            name = repr((row.get("uid"), index, step, sampling))
             left = self._attempts.take(name)
             done, calls = (left, ()) if isinstance(left, AgentLoopOutput) else (None, left)
             known_as = None if validate or row.get("uid") is None else (self._name, name)
             servers = Recording(self._servers, row.get("uid"), self._seed(step, row, index), calls, known_as)
             servers.sample.taken_over = sum(done.response_mask) if done else 0
+            if known_as is not None:
+                self._active[name] = servers
             tool_calls = self._tool_calls.of(row.get("uid"), (validate, name))
             begun[asyncio.create_task(run(row, index, servers, done, tool_calls))] = name, servers
         self._running.append(running)
@@ -194,11 +218,14 @@ class AgentLoopWorker:
             for task, (name, servers) in begun.items():
                 if servers.may_be_repeated and not validate:  # of validation uids come again, with other weights
                     failed = task.cancelled() or task.exception() is not None
-                    self._attempts.leave(name, servers.attempt.calls if failed else task.result())
+                    self._attempts.leave(name, servers.attempt.all_calls if failed else task.result())
             raise
         finally:
             self._running.remove(running)
             await _ended(begun)
+            for name, servers in begun.values():
+                if self._active.get(name) is servers:
+                    del self._active[name]
         self._tell_complete(begun.values())
         batch = to_batch(
             outputs,
@@ -217,9 +244,9 @@ class AgentLoopWorker:
         }
         return batch
 
-    def _tell_complete(self, samples: Iterable[tuple[Hashable, Recording]]) -> None:
+    def _tell_complete(self, samples: Iterable[tuple[str, Recording]]) -> None:
         """Servers need not keep their calls any longer. Nobody waits for it."""
-        kept: dict[Any, list[Hashable]] = {}
+        kept: dict[Any, list[str]] = {}
         for name, servers in samples:
             for server in servers.sample.keepers:
                 kept.setdefault(server, []).append(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,19 +35,21 @@ class Rollouter:
         limit: int,
         max_in_flight: int,
         run: str,
+        kept_in: Path | None = None,
         number: int = 0,
         source: str = "",
         asks_greedily: bool = False,
     ) -> None:
         """`total_prompts` is the whole run's; for `limit` see `StalenessBudget`, for `source` `PromptLoader`.
 
-        For `run` see `uid_of`. `number` identifies this rollouter to the queue. With `asks_greedily`, samples have a
-        `greedy` response, too.
+        For `run` see `uid_of`; agent loops keep what is under way in the directory `kept_in`. `number` identifies this
+        rollouter to the queue. With `asks_greedily`, samples have a `greedy` response, too.
         """
         self._replaces = config.algorithm.filter_groups.enable
         """Whether the trainer may ask for others in the place of some."""
         self._asks_greedily = asks_greedily
         self._uid_run, self._number = run, number
+        self._unfinished = (str(kept_in), run) if kept_in is not None else None
         begin_actor()
         self._config = config
         self._dataloader = build_dataloader(
@@ -252,7 +255,8 @@ class Rollouter:
 
     async def _ask(self, index: int, rows: DataProto, **how: bool) -> DataProto:
         keep = self._config.actor_rollout_ref.rollout.keep_tokens != "off"
-        samples = DataProto(None, rows.non_tensor_batch, {"validate": False, "keep": keep} | how)
+        meta = {"validate": False, "keep": keep, "unfinished": self._unfinished, **how}
+        samples = DataProto(None, rows.non_tensor_batch, meta)
         first, key = index * self._config.actor_rollout_ref.rollout.n, (index, bool(how))
         answer = self._asked.get(key)
         if answer is not None:

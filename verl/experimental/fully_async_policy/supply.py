@@ -12,7 +12,6 @@ import asyncio
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -56,6 +55,8 @@ class Terms:
     asks_greedily: bool
     total_prompts: int
     limit: int
+    run: str
+    """Of which uids are made: see `uid_of`."""
     kept: KeptSamples | None = None
 
 
@@ -95,7 +96,7 @@ class Supply:
         self.restarts = 0
         """How often the rollouter was started again."""
         self._file = file
-        self._uids = uuid.uuid4().hex
+        self._uids = terms.run
         self.step = 0
         """Of which samples are taken; for what is told."""
         self._number = 0
@@ -303,6 +304,7 @@ class Supply:
             limit=terms.limit,
             max_in_flight=self._max_in_flight(),
             run=self._uids,
+            kept_in=terms.kept.directory if terms.kept is not None else None,
             number=self._number,
             source=terms.source,
             asks_greedily=terms.asks_greedily,

@@ -13,6 +13,7 @@ and waits for the sync: the same samples, versions and updates as in hybrid mode
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from verl.checkpoint_engine.plan.types import SyncReport
@@ -56,6 +58,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
     """The place of the last prompt that was taken."""
     _syncing: Future[tuple[SyncReport, Metrics | None]] | None = None
     _resumed: RollouterState | None = None
+    _uids_are_old: bool = False
     _waiting: int = 0
     """The number of samples that waited for the trainer when it began, and that it has not taken yet."""
 
@@ -138,6 +141,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
             self._resumed or RollouterState.at_beginning(self.train_dataloader.state_dict()), step
         )
         self._waiting = len(resumed.queued)
+        self._take_unfinished(step + len(resumed.queued) // required)
         self._supply = Supply(
             Terms(
                 config,
@@ -146,6 +150,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 asks_greedily=self.sampling.needs_greedy,
                 total_prompts=0 if config.trainer.val_only else self.total_steps * required,
                 limit=config.async_training.max_outstanding(required),
+                run=self._uids(),
                 kept=self.kept,
             ),
             resumed=resumed,
@@ -161,6 +166,24 @@ class FullyAsyncTrainer(RayPPOTrainer):
         finally:
             supply, self._supply = self._supply, None
             supply.close()
+
+    def _take_unfinished(self, up_to: int) -> None:
+        """Have agent loops go on with what they had when an earlier driver died; `up_to`: the last version that comes
+        again. In this driver they have it, and uids are others after a return to an older step."""
+        if self.kept is None or self._uids_are_old:
+            return
+        asked = [
+            worker.take_unfinished.remote(self.kept.directory, self.kept.run(), up_to)
+            for worker in self.rollouts.workers
+        ]
+        tokens = sum(ray.get(asked, timeout=self.config.actor_rollout_ref.rollout.control_timeout_s))
+        if tokens:
+            logger.info("goes on with %d tokens of unfinished responses from before the restart", tokens)
+
+    def _uids(self) -> str:
+        """Of a run; after a return to an older step others, as agent loops know samples of undone steps by them."""
+        is_old, self._uids_are_old = self._uids_are_old, True
+        return self.kept.run(anew=is_old) if self.kept is not None else uuid.uuid4().hex
 
     def _with_kept(self, resumed: RollouterState, step: int) -> tuple[RollouterState, int]:
         """`resumed`, the state after `step`, with the samples that were finished since then in the queue, and the

@@ -24,7 +24,7 @@ from verl.trainer.fleet.cluster import Cluster
 from verl.trainer.fleet.memory_checkpoint import MemoryCheckpoint
 from verl.trainer.fleet.recovery import WEIGHTS
 from verl.trainer.fleet.wanted_replicas import WantedReplicas
-from verl.trainer.kept_samples import Amount, KeptSamples, discard
+from verl.trainer.kept_samples import Amount, KeptSamples, discard, discard_calls
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.distillation import add_teacher_log_probs
 from verl.trainer.ppo.even_batches import without_padding
@@ -230,6 +230,7 @@ class RayPPOTrainer:
         self.reports.write_timeline(self.at(step), last=True)
         self._saves.close()
         self._end_keeping()
+        discard_calls(self.checkpoints.root)
         return TrainingResult(step, self.rewards_before, self.rewards_after)
 
     def _end_keeping(self) -> None:

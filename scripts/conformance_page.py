@@ -26,6 +26,8 @@ RUNS = REPOSITORY / "scripts" / "conformance_runs.json"
 """Of each route its run with faults: engine, dtype, date, and what came of each cell."""
 SGLANG = "SGLang "
 """Begins the name of a route of SGLang there."""
+SEEDS = REPOSITORY / "scripts" / "conformance_seeds.json"
+"""How each fault that conformance_seeds.py put into a real vLLM was named."""
 VERSIONS = REPOSITORY / "scripts" / "conformance_versions.json"
 """What came of servers of each version of vLLM, as conformance_matrix.py writes it."""
 CANNOT = {
@@ -312,9 +314,9 @@ again. The operator restarts a server that does not answer.
 RESULTS = """Each cell has the state after the fault, then what broke the contract in **bold**. `disk` and
 `checkpoint_engine` are drivers of public calls: pause, load, clear the caches, label, and at last, after an error, too,
 resume. A server that a driver leaves paused resumed after `POST /resume`. The servers had `--enforce-eager --dtype
-float32`. Two cells of `arena` had broken the contract before: the label after a lost answer to a load, and a network
-that was down until the publisher had given up. A bit that flips in shared memory after it was verified is loaded.
-The cells of `update` are from the log of a run that was cut off. In `disk`, `server lost` was added by hand."""
+float32`. Three cells of `arena` had broken the contract before: the label after a lost answer to a load, a network
+that was down until the publisher had given up, and a pusher that waited ten minutes for a stopped worker. A bit that
+flips in shared memory after it was verified is loaded."""
 
 
 RESULTS_OF_SGLANG = """`disk`, `tensor` and `distributed` are drivers of public calls: pause with `abort`, wait until
@@ -335,6 +337,22 @@ def versions() -> list[str]:
         found = [row["routes"].get(route, "not tried") for route in ROUTES]
         lines.append(f"| {row['vllm']}, {row['date']} | {row['model']} | " + " | ".join(found) + " |")
     return lines
+
+
+def seeds() -> str:
+    """A sentence and the table of SEEDS."""
+    run = json.loads(SEEDS.read_text())
+    by_class: dict[str, list[str]] = {}
+    for name, what in run["found"].items():
+        by_class.setdefault(what, []).append(name)
+    lines = [
+        f"Faults put into a real vLLM 0.32.0, {len(run['found'])} in all, and the class that each was given "
+        f"(`python scripts/conformance_seeds.py`, {run['date']}, Qwen3, float32, `disk` and `lora`):",
+        "",
+        "| class | faults |",
+        "|---|---|",
+    ]
+    return "\n".join([*lines, *(f"| {what} | {', '.join(names)} |" for what, names in by_class.items())]) + "\n"
 
 
 def contract() -> str:
@@ -406,9 +424,8 @@ def rendered() -> str:
     lines += [
         f"| {what} | {_link(thread)} | {instead} | `{name}` |" for what, (thread, instead, _, name) in CANNOT.items()
     ]
-    return (
-        HEAD + "\n".join(versions()) + "\n" + CLASSES + "\n".join(lines) + "\n" + contract() + FOUND + FOUND_IN_SGLANG
-    )
+    parts = [HEAD + "\n".join(versions()), "", seeds() + CLASSES + "\n".join(lines), contract()]
+    return "\n".join(parts) + FOUND + FOUND_IN_SGLANG
 
 
 def about(route: object) -> str:

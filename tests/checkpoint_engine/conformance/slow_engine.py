@@ -44,7 +44,7 @@ class SlowEngine:
     def heal(self) -> None:
         self.loader: Loader = lambda _, new: new
         self._era = getattr(self, "_era", 0) + 1
-        """Loads that are late, and began before, do not come any more."""
+        """Loads and resumes that are late, and began before, do not come any more."""
         self.leaks_adapters = self.ignores_adapters = False
         self.keeps_cache = self.ignores_pause = self.drops_running = self.ignores_resume = False
         self.after_answer_s = self.step_s = 0.0
@@ -156,7 +156,9 @@ class SlowEngine:
             while self._running and not self.ignores_pause:
                 self._may_run.wait(0.1)
         if self.resumes_itself_s is not None:
-            threading.Timer(self.resumes_itself_s, self._answer, ["/resume", {}]).start()
+            era = self._era
+            later = threading.Timer(self.resumes_itself_s, lambda: era == self._era and self._answer("/resume", {}))
+            later.start()
         return {}
 
     def _load_what_waits(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..publisher.sglang_endpoint import is_sglang
 from ..support.console import say
-from .adapters import AdapterRun, adapter_versions
+from .adapters import AdapterRun, Adapters, adapter_versions
 from .contract import INJECTED
 from .faults import CALLS, FaultRun, require_process
 from .oracle import MARGIN, changed_version, configured_dtype, has_experts, vocabulary
@@ -22,7 +22,7 @@ from .probes import Probed, ProbedSGLang, ProbedVLLM
 from .report import as_json, as_text, told, write_html, write_junit
 from .routes import AdapterRoute, Route, require_route, route_of
 from .sequence import FLIGHT_TOKENS, NUM_PROBES, PROBE_TOKENS, SHORT_TOKENS, TOLERANCES, Run, certify
-from .verdicts import Report
+from .verdicts import Report, Step
 
 SKIPPED = 3
 """Exit code: nothing was tried, because the route needs a device."""
@@ -99,26 +99,9 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         "flight_tokens": min(FLIGHT_TOKENS, longest - SHORT_TOKENS - 1),
         "steps": report.steps,
     }
-    whole: Run
     if options.faults is not None:
-        whole = faulted = FaultRun(
-            **given,
-            route_name=options.route,
-            sglang=isinstance(server, ProbedSGLang),
-            dtype=dtype,
-            scratch=scratch,
-            deadline_s=options.deadline_s,
-            worker_pid=options.worker_pid,
-            only=options.faults,
-        )
-        steps = faulted.all(tell)
-    else:
-        if isinstance(route, AdapterRoute) and adapters is not None:
-            given["server"] = ProbedVLLM(server.url, timeout_s=options.timeout_s, name=route.name)
-            whole = AdapterRun(**given, base=server, model=adapters.base)
-        else:
-            whole = Run(**given)
-        steps = certify(whole, tell)
+        given |= {"dtype": dtype, "scratch": scratch}
+    whole, steps = _begun(options, given, adapters, tell)
     try:
         for step in steps:
             tell(told(step))
@@ -133,6 +116,29 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         whole.close()
     report.cache = whole.cache
     return report
+
+
+def _begun(
+    options: Options, given: dict[str, Any], adapters: Adapters | None, tell: Callable[[str], None]
+) -> tuple[Run, Iterator[Step]]:
+    """The run of this kind, and its steps as they end."""
+    server, route = given["server"], given["route"]
+    if options.faults is not None:
+        faulted = FaultRun(
+            **given,
+            route_name=options.route,
+            sglang=isinstance(server, ProbedSGLang),
+            deadline_s=options.deadline_s,
+            worker_pid=options.worker_pid,
+            only=options.faults,
+        )
+        return faulted, faulted.all(tell)
+    if adapters is not None:
+        given["server"] = ProbedVLLM(server.url, timeout_s=options.timeout_s, name=route.name)
+        whole: Run = AdapterRun(**given, base=server, model=adapters.base)
+    else:
+        whole = Run(**given)
+    return whole, certify(whole, tell)
 
 
 def _reached(options: Options) -> tuple[Probed, Route]:

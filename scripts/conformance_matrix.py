@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ WITH_UPDATES = ["--weight-transfer-config", json.dumps({"backend": ENGINE_NAME})
 WITH_ADAPTERS = ["--enable-lora", "--max-loras", "2"]
 STARTS_WITHIN_S = 300.0
 CERTIFIES_WITHIN_S = 300.0
+ENDS_WITHIN_S = 20.0
 
 
 def installed(version: str) -> list[str]:
@@ -72,8 +73,11 @@ def served(model: Path, flags: list[str], paths: list[str], log: Path) -> Iterat
     try:
         yield f"http://127.0.0.1:{port}" if _has_started(server, port) else None
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        for how in (signal.SIGTERM, signal.SIGKILL):  # told to end, it removes its shared memory
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, how)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(ENDS_WITHIN_S)
 
 
 def _has_started(server: subprocess.Popen[bytes], port: int) -> bool:

@@ -9,6 +9,7 @@ has another name.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -104,6 +105,7 @@ def told(run: Run, name: str, seed: Seed) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         for adapters, seeds in ((False, DENSE), (True, ADAPTERS)):

@@ -57,7 +57,7 @@ class Driver:
 
     async def sync(self):
         if not self.job.settings.partial_rollout:
-            await self.job.rollouter.drain()
+            await self.job.rollouter.drain(1)
         _, self.anchor = await self.job.rollouter.synced()
 
 

@@ -143,7 +143,7 @@ async def test_what_is_in_flight_or_queued_keeps_its_bound_and_every_prompt_is_t
             assert len(job.loops.started) - at_sync <= job.limit
             if step % job.settings.trigger_parameter_sync_step == 0:
                 if not job.settings.partial_rollout:
-                    await job.rollouter.drain()
+                    await job.rollouter.drain(1)
                     assert not (await job.rollouter.state()).in_flight
                 at_sync = len(job.loops.started) - await job.outstanding()
                 await job.rollouter.synced()
@@ -181,7 +181,7 @@ async def test_what_is_not_trained_on_is_replaced_within_the_bound_until_every_s
             assert len(job.loops.started) - at_sync <= job.limit + replaced
             if step % job.settings.trigger_parameter_sync_step == 0:
                 if not job.settings.partial_rollout:
-                    await job.rollouter.drain()
+                    await job.rollouter.drain(1)
                 at_sync = len(job.loops.started) - await job.outstanding()
                 await job.rollouter.synced()
                 replaced = 0
@@ -221,12 +221,25 @@ async def test_no_more_prompts_are_in_flight_than_the_replicas_may_have():
         await until(lambda: job.has_started(PROMPTS))
 
 
+async def test_draining_waits_for_a_run_that_was_asked_for_before_and_arrives_later():
+    job = Job(staleness_threshold=3)
+    job.loops.failing = {5}
+    with pytest.raises(ValueError, match="prompt 5 failed"):
+        await job.rollouter.run([Remote(job.loops)])
+    draining = asyncio.create_task(job.rollouter.drain(2))
+    await asyncio.sleep(0.02)  # nothing shall happen
+    assert not draining.done()
+    async with job.running():
+        await asyncio.wait_for(draining, 60)
+        assert not (await job.rollouter.state()).in_flight
+
+
 async def test_a_sample_that_fails_ends_the_run_with_its_own_error_and_it_alone_is_generated_again_in_the_next():
     job = Job(staleness_threshold=3)
     job.loops.failing = {5}
     with pytest.raises(ValueError, match="prompt 5 failed"):
         await job.rollouter.run([Remote(job.loops)])
-    await job.rollouter.drain()  # nobody waits for what has failed
+    await job.rollouter.drain(1)  # nobody waits for what has failed
     await job.rollouter.synced()
     trained = []
     async with job.running():
@@ -286,7 +299,7 @@ async def test_what_a_killed_run_had_finished_is_trained_on_first_and_the_rest_b
                 trained.append(index)
             if (step + 1) % per_sync == 0:
                 if not job.settings.partial_rollout:
-                    await job.rollouter.drain()
+                    await job.rollouter.drain(1)
                 started_before.append(len(job.loops.started))
                 await job.rollouter.synced()
     assert set(trained[:8]) <= {sample.index for sample in finished}

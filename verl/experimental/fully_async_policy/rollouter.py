@@ -76,6 +76,8 @@ class Rollouter:
         """Those of `_in_flight` that the budget has no room for yet, because more is queued than it allows."""
         self._held = False
         """Draining since before there was this rollouter: also what is in flight is not begun."""
+        self._runs = 0
+        """How often `run` has begun."""
         self._running = False
         self._handing_over = asyncio.Lock()
         """Held while a sample goes from `_in_flight` to the queue: it is in one of them at any other time."""
@@ -135,10 +137,12 @@ class Rollouter:
         failure of a sample; a further call goes on with the prompts in flight then.
         """
         self._workers = workers
+        self._runs += 1
+        self._running = True
         async with self._handing_over:
             unfinished = list(self._in_flight.values())
-        self._running = True
         async with self._changed:
+            self._changed.notify_all()
             await self._changed.wait_for(lambda: not self._held)
         try:
             async with asyncio.TaskGroup() as samples:
@@ -168,11 +172,12 @@ class Rollouter:
         async with self._changed:
             self._changed.notify_all()
 
-    async def drain(self) -> None:
-        """Start no prompt until `synced`; return when none is in flight any more, or `run` has failed."""
+    async def drain(self, runs: int) -> None:
+        """Start no prompt until `synced`; return when none is in flight any more, or the `runs`-th `run` has failed,
+        which may arrive after this call."""
         self._draining = True
         async with self._changed:
-            await self._changed.wait_for(lambda: not (self._begun and self._running))
+            await self._changed.wait_for(lambda: self._runs >= runs and not (self._begun and self._running))
 
     async def synced(self) -> tuple[dict[str, float], Anchor]:
         """Note that the engines have a new version; returns metrics since the last call, and the new anchor."""

@@ -67,6 +67,8 @@ class _Part:
     where: str = ""
     watch: Future[None] | None = None
     was_silent: bool = False
+    runs: int = 0
+    """How often a rollouter was asked to run."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where}) {'does not answer' if self.was_silent else 'died'}"
@@ -169,7 +171,8 @@ class Supply:
         """Have no prompt started until `synced`. The result is done, or fails, when none is in flight any more."""
         with self._lock:
             self._draining = True
-            draining: Future[Any] = self._present(self._rollouter).actor.drain.remote().future()
+            rollouter = self._present(self._rollouter)
+            draining: Future[Any] = rollouter.actor.drain.remote(rollouter.runs).future()
         return draining
 
     async def synced(self) -> dict[str, float] | None:
@@ -237,7 +240,9 @@ class Supply:
 
     def _run(self) -> None:
         self._changes = self._rollouts.changes
-        self._running = [self._present(self._rollouter).actor.run.remote(self._rollouts.workers)]
+        rollouter = self._present(self._rollouter)
+        rollouter.runs += 1
+        self._running = [rollouter.actor.run.remote(self._rollouts.workers)]
 
     def _lost(self) -> list[_Part]:
         """Those of the two that died or do not answer."""
@@ -310,15 +315,18 @@ class Supply:
             asks_greedily=terms.asks_greedily,
         )
         rollouter = _Part("rollouter", actor)
-        if not keep_queue:
-            _got(queue.actor.restore.remote(waiting))
-        places: Places = _got(queue.actor.accept.remote(self._number))
-        there = frozenset((*self._taken, *places.queued, *places.handed_out))
-        since = Since(there, frozenset(self._given_back), self._replaced, is_draining)
+        try:
+            if not keep_queue:
+                _got(queue.actor.restore.remote(waiting))
+            places: Places = _got(queue.actor.accept.remote(self._number))
+            there = frozenset((*self._taken, *places.queued, *places.handed_out))
+            since = Since(there, frozenset(self._given_back), self._replaced, is_draining)
+            _got(actor.restore.remote(anchor, since))  # alone: Ray does not keep the order of an async actor's calls
+        except BaseException:
+            self._end(rollouter)
+            raise
         with self._lock:
             self._rollouter = rollouter
-            restored = actor.restore.remote(anchor, since)  # before anything that `synced` asks
-        _got(restored)
         for part in (rollouter, queue):
             if part.watch is None:
                 part.where = _got(part.actor.where.remote())

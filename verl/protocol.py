@@ -90,10 +90,18 @@ class DataProto:
             f"{kind}[{key!r}]: {described(value)}" for kind, values in kinds.items() for key, value in values.items()
         )
 
+    @property
+    def nbytes(self) -> int:
+        """The size of tensors and objects, of these approximately."""
+        return sum(self._sizes())
+
+    def _sizes(self) -> tuple[int, int]:
+        tensors = sum(value.nbytes for value in self._tensors().values())
+        return tensors, sum(map(object_nbytes, self.non_tensor_batch.values()))
+
     def print_size(self, prefix: str = "") -> None:
         """Write the size of tensors and objects to stdout, in GiB, behind `prefix`."""
-        tensors = sum(value.nbytes for value in self._tensors().values()) / 2**30
-        objects = sum(map(object_nbytes, self.non_tensor_batch.values())) / 2**30
+        tensors, objects = (nbytes / 2**30 for nbytes in self._sizes())
         words = f"size of batch: {tensors:.6f} GiB, size of non_tensor_batch: {objects:.6f} GiB"
         sys.stdout.write(f"{prefix}{', ' if prefix else ''}{words}\n")
 

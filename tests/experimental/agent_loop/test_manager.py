@@ -15,6 +15,7 @@ from tests.checkpoint_engine.fakes import soon
 from tests.experimental.agent_loop.fakes import ConstantLoop
 from tests.experimental.agent_loop.scripted_server import ScriptedServer, said
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopError, AgentLoopManager, AgentLoopWorker, register
+from verl.experimental.agent_loop import worker as worker_module
 from verl.experimental.agent_loop.errors import AgentCodeError, AgentLoopTimeout
 from verl.experimental.agent_loop.registry import known_loops
 from verl.experimental.agent_loop.worker import default_loop
@@ -441,6 +442,26 @@ async def test_no_more_samples_are_in_flight_than_max_concurrency(server, tokeni
     data = await worker.generate_sequences(samples, 0)
     assert len(data) == 10
     assert seen(server)["most_in_flight"] == 3
+
+
+async def test_of_complete_samples_the_oldest_are_dropped_beyond_the_bound(server, tokenizer_path, monkeypatch, caplog):
+    worker, asked = worker_over(server, tokenizer_path), []
+
+    async def generates(number):
+        """Whether it does: what it has kept it returns."""
+        batch = prompts("a", uid=[f"uid {number}"])
+        batch.meta_info |= {"validate": False, "keep": True}
+        before = len(seen(server)["calls"])
+        asked.append(await worker.generate_sequences(batch, number))
+        return len(seen(server)["calls"]) > before
+
+    ray.get(server.reset.remote([]))
+    assert await generates(0)
+    monkeypatch.setattr(worker_module, "MOST_KEPT_NBYTES", 2 * asked[0].nbytes)
+    assert [await generates(number) for number in (1, 2)] == [True, True]
+    assert "complete samples take over" in caplog.text
+    assert [await generates(number) for number in (2, 1)] == [False, False]
+    assert await generates(0)
 
 
 class GatedLoop(ConstantLoop):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import itertools
+import logging
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
+from verl.checkpoint_engine.support.memory import in_words
 from verl.experimental.agent_loop import kept_unfinished
 from verl.experimental.agent_loop.attempts import Attempts, Call, calls_of
 from verl.experimental.agent_loop.batching import to_batch
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+logger = logging.getLogger(__name__)
+
 NO_PICTURES: Mapping[str, Any] = {"images": []}
 TAKEN_WITHIN_S = 10.0
-MOST_KEPT = 256
-"""Complete batches, of one prompt each: the oldest ones go."""
+MOST_KEPT_NBYTES = 2**29
+"""Of complete batches, of one prompt each: the oldest ones go."""
 OURS = (AgentLoopError, ConfigError, RayError, RolloutError)
 """Errors in a user's loop that are not errors of its code."""
 
@@ -92,6 +96,11 @@ class AgentLoopWorker:
         self._attempts = Attempts()
         self._under_way: dict[tuple[Hashable, ...], asyncio.Task[DataProto]] = {}
         """By their samples: batches for training, without seeds; also complete ones that are to be kept."""
+
+        self._kept_nbytes: dict[tuple[Hashable, ...], int] = {}
+        """Of complete ones, the oldest first."""
+        self._is_over = False
+        """Whether there was no room for one."""
 
         self._active: dict[Hashable, Recording] = {}
         """By name, samples that are not complete, of batches that another driver may ask for."""
@@ -165,22 +174,35 @@ class AgentLoopWorker:
             await _ended([batch])
             self._drop(names, batch)
             raise
-        if not samples.meta_info.get("keep", False):
+        if samples.meta_info.get("keep", False):
+            self._keep_complete(names, generated)
+        else:
             self._drop(names, batch)
-        complete = [(names, batch) for names, batch in self._under_way.items() if batch.done()]
-        for kept in complete[:-MOST_KEPT]:
-            self._drop(*kept)
         return generated
+
+    def _keep_complete(self, names: tuple[Hashable, ...], generated: DataProto) -> None:
+        self._kept_nbytes[names] = generated.nbytes
+        while sum(self._kept_nbytes.values()) > MOST_KEPT_NBYTES:
+            oldest = next(iter(self._kept_nbytes))
+            self._drop(oldest, self._under_way[oldest])
+            if not self._is_over:
+                logger.warning(
+                    "complete samples take over %s: if their rollouter dies, the oldest ones are generated again "
+                    "(rollout.keep_tokens)",
+                    in_words(MOST_KEPT_NBYTES),
+                )
+            self._is_over = True
 
     def _drop(self, names: tuple[Hashable, ...], batch: asyncio.Task[DataProto]) -> None:
         if self._under_way.get(names) is batch:
             del self._under_way[names]
+            self._kept_nbytes.pop(names, None)
 
     async def forget(self, uids: Collection[str]) -> None:
         """Drop what is kept of prompts: nobody will ask for them again."""
         gone = frozenset(uids)
-        for names in [names for names in self._under_way if names[0] in gone]:
-            del self._under_way[names]
+        for named in [named for named in self._under_way.items() if named[0][0] in gone]:
+            self._drop(*named)
         await self._tool_calls.forget(gone)
 
     async def _generate_sequences(self, samples: DataProto, first_index: int) -> DataProto:

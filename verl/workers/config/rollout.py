@@ -151,7 +151,7 @@ class RolloutConfig(Section):
         "auto",
         "in the asynchronous modes, keep the samples that no checkpoint has yet in files of the output directory, for "
         "a run that is resumed (auto: up to a tenth of the free disk and of the free memory of the driver's host); in "
-        "fully asynchronous runs also in agent loops until the trainer has them",
+        "fully asynchronous runs also in agent loops (512 MiB each) until the trainer has them",
         choices=("auto", "off"),
     )
     load_format: str = option(

@@ -45,6 +45,7 @@ class SlowEngine:
         self.loader: Loader = lambda _, new: new
         self._era = getattr(self, "_era", 0) + 1
         """Loads and resumes that are late, and began before, do not come any more."""
+        self.longest = 256
         self.leaks_adapters = self.ignores_adapters = False
         self.keeps_cache = self.ignores_pause = self.drops_running = self.ignores_resume = False
         self.after_answer_s = self.step_s = 0.0
@@ -92,7 +93,7 @@ class SlowEngine:
 
     def _answer(self, path: str, body: dict[str, Any]) -> Any:
         said: dict[str, Callable[[], Any]] = {
-            "/v1/models": lambda: {"data": [{"id": "slow", "max_model_len": 256}]},
+            "/v1/models": lambda: {"data": [{"id": "slow", "max_model_len": self.longest}]},
             "/version": lambda: {"version": "of transformers"},
             "/metrics": lambda: f'vllm:prefix_cache_hits_total{{engine="0"}} {self._hits}\n'.encode(),
             "/weight_info": lambda: {"weight_version": self._label},
@@ -185,6 +186,8 @@ class SlowEngine:
 
     @torch.inference_mode()
     def _complete(self, name: str, prompt: list[int], num_tokens: int, prompt_too: bool) -> dict[str, Any] | None:
+        if len(prompt) + num_tokens > self.longest:
+            raise ValueError(f"at most {self.longest} tokens")
         with self._may_run:
             while self._paused and not self._is_dead:
                 self._may_run.wait(0.1)

@@ -127,6 +127,16 @@ def test_a_server_of_another_model_is_refused(run, served):
             weight.div_(1.1)
 
 
+@pytest.mark.job
+def test_the_command_certifies_adapters_by_pefts_merged_model(model, served, capsys):
+    served[0].heal()
+    code = main(["--model", str(model), "--server", served[1], "--route", "lora", "--dtype", "float32"])
+    written = capsys.readouterr().out
+    assert code == 0, written
+    assert "oracle: log-probs of PEFT's merged model" in written
+    assert served[0]._adapters == {}
+
+
 def test_a_server_without_adapters_is_told_how_to_start(model, served, monkeypatch, capsys):
     answer = served[0]._answer
     monkeypatch.setattr(served[0], "_answer", lambda path, body: None if "lora" in path else answer(path, body))

@@ -219,6 +219,15 @@ def test_the_command_writes_its_reports_and_exits_with_0_1_2_or_3(bench, engine,
     assert "NCCL engine needs CUDA devices" in capsys.readouterr().err
 
 
+def test_a_server_of_short_answers_is_tried_or_refused_by_name(bench, engine, served, capsys):
+    arguments = ["--model", str(bench.directory), "--server", served[1], "--route", "disk", "--dtype", "float32"]
+    engine.longest = 13
+    assert main(arguments) == 2
+    assert "takes 13 tokens of a prompt and its answer: at least 32 show an update" in capsys.readouterr().err
+    engine.longest = 32
+    assert main(arguments) == 0, capsys.readouterr()
+
+
 def run_pytest(*arguments: str) -> None:
     sys.exit(pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", "-rs", *arguments]))
 

@@ -21,9 +21,11 @@ from .oracle import MARGIN, changed_version, configured_dtype, has_experts, voca
 from .probes import Probed, ProbedSGLang, ProbedVLLM
 from .report import as_json, as_text, told, write_html, write_junit
 from .routes import AdapterRoute, Route, require_route, route_of
-from .sequence import FLIGHT_TOKENS, NUM_PROBES, PROBE_TOKENS, SHORT_TOKENS, TOLERANCES, Run, certify
+from .sequence import FLIGHT_TOKENS, NUM_PROBES, NUM_TOKENS, PROBE_TOKENS, SHORT_TOKENS, TOLERANCES, Run, certify
 from .verdicts import Report, Step
 
+FEWEST_TOKENS = 32
+"""Of a prompt and its answer: four probes of different lengths, and answers in flight."""
 SKIPPED = 3
 """Exit code: nothing was tried, because the route needs a device."""
 
@@ -65,13 +67,19 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
             "tells that from a fault. Start the server with --dtype float32"
         )
     tolerance = options.tolerance or TOLERANCES[dtype]
-    longest = server.longest() or PROBE_TOKENS + 2
-    prompts = prompts_of(vocabulary(options.model), min(PROBE_TOKENS, longest - 2))
-    adapters = None
+    longest = server.longest() or PROBE_TOKENS + NUM_TOKENS + 1
+    if longest < FEWEST_TOKENS:
+        raise ConfigError(
+            f"the server takes {longest} tokens of a prompt and its answer: at least {FEWEST_TOKENS} show an update. "
+            "Start it with a larger --max-model-len (SGLang: --context-length)"
+        )
+    prompts = prompts_of(vocabulary(options.model), min(PROBE_TOKENS, longest - NUM_TOKENS - 1))
+    adapters, computes = None, "transformers' model"
     directories = options.model, scratch / "B"
     if isinstance(route, AdapterRoute):
         adapters = adapter_versions(options.model, scratch, prompts, dtype, tolerance, tell)
         oracle, directories = adapters.oracle, adapters.directories
+        computes = "PEFT's merged model"
     else:
         oracle, _ = changed_version(options.model, directories[1], prompts, dtype, tolerance, tell)
     power = oracle.power()
@@ -82,7 +90,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         route=options.route,
         engine=server.engine,
         dtype=dtype,
-        oracle="log-probs of transformers' model, computed in float32 with the weights of each version",
+        oracle=f"log-probs of {computes}, computed in float32 with the weights of each version",
         tolerance=tolerance,
         groups=len(power),
         unseen=[name for name, effect in power.items() if effect <= MARGIN * tolerance],

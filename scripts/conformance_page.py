@@ -73,6 +73,9 @@ verl-sync certify --server http://127.0.0.1:8000 --model DIR --route disk --juni
 The server must serve `DIR`. On its host it must be able to read the temporary directory (`$TMPDIR`). Use a server
 without users: it gets other weights, and at the end, also after Ctrl-C, those of `DIR`.
 
+`arena` and `update` need our plugin beside vLLM, and `--weight-transfer-config '{"backend": "verl_arena"}'`
+(verl-sync-engine: `verl_sync_arena`).
+
 SGLang is recognised by its answers. It needs a flag for `arena` alone: `--custom-weight-loader
 verl.checkpoint_engine.engines.sglang.loader.load`. Each route but `disk` needs `--pause-mode abort` or `keep` (pytest:
 `--weight-update-pause-mode`). SGLang 0.5.23 was certified over all four (`qwen3`, float32, CPU), and 16 faults seeded
@@ -111,20 +114,19 @@ enough:
 ```
 pip install 'verl-sync-engine[certify]' pytest
 pytest -p verl_sync.conformance.pytest_plugin --weight-update-server http://127.0.0.1:8000 --weight-update-model DIR \\
-    --weight-update-routes arena,disk
+    --weight-update-routes disk
 ```
 
-With verl-sync, its name is `verl.checkpoint_engine.conformance.pytest_plugin`. In a GitHub workflow, start the server
-first:
+With verl-sync, its name is `verl.checkpoint_engine.conformance.pytest_plugin`. In a workflow of GitHub, an action does
+both after it has waited for `/health`, and uploads the JUnit file:
 
 ```yaml
-- run: |
-    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --gpu-memory-utilization 0.5 &
-    timeout 300 sh -c 'until curl -sf localhost:8000/health; do sleep 1; done'
-- run: >-
-    pytest -p verl_sync.conformance.pytest_plugin --junit-xml conformance.xml
-    --weight-update-server http://127.0.0.1:8000 --weight-update-model DIR
+- run: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --gpu-memory-utilization 0.5 &
+- uses: OWNER/verl-sync/.github/actions/certify@main
+  with: {model: DIR, routes: disk}
 ```
+
+With `package: ""` it uses what is installed. The job `conformance` of this project's CI certifies vLLM so.
 
 ## Results
 

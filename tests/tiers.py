@@ -21,6 +21,7 @@ MAKE_TEST = "not job or once"
 FIXTURES = {"ray_cluster", "warm", "ranks", "environments"}
 MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
+    "tests/checkpoint_engine/conformance/test_action.py::test_a_server",
     "tests/checkpoint_engine/conformance/test_faults.py",
     "tests/checkpoint_engine/conformance/test_faults_of_sglang.py",
     "tests/checkpoint_engine/conformance/test_verdicts.py",

@@ -93,6 +93,7 @@ class SlowEngine:
 
     def _answer(self, path: str, body: dict[str, Any]) -> Any:
         said: dict[str, Callable[[], Any]] = {
+            "/health": lambda: b"",
             "/v1/models": lambda: {"data": [{"id": "slow", "max_model_len": self.longest}]},
             "/version": lambda: {"version": "of transformers"},
             "/metrics": lambda: f'vllm:prefix_cache_hits_total{{engine="0"}} {self._hits}\n'.encode(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from tests.checkpoint_engine.fakes import arenas_in
 from tests.checkpoint_engine.stand_in_vllm import StandIn, stand_in
 from verl.checkpoint_engine import ConfigError, SyncAborted, WeightPublisher
 from verl.checkpoint_engine.conformance.relay import Exchange, Relay
+from verl.checkpoint_engine.engines.vllm.plugin import answer_of
 from verl.checkpoint_engine.errors import ActivationError
-from verl.checkpoint_engine.parameter_server.endpoints import Endpoint
+from verl.checkpoint_engine.parameter_server.endpoints import FLAG, Endpoint
 from verl.checkpoint_engine.parameter_server.writers import LEASE_S, Ledger, Order, Writer, order
 
 Served = tuple[StandIn, str]
@@ -157,6 +159,18 @@ def test_what_cannot_take_weights_is_refused_before_anything_is_paused(is_known:
             publisher.push(1)
         assert "/pause" not in vllm.log
     assert vllm.holders == {None}
+
+
+def test_a_server_that_was_started_without_our_engine_is_refused_with_the_flag_that_it_needs(
+    served: Served, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    vllm, url = served
+    for worker in vllm.workers:
+        monkeypatch.setattr(worker, "answer", lambda order: answer_of(None, order, False, ()))
+    with WeightPublisher(tensors(1), [url]) as publisher:
+        with pytest.raises(ConfigError, match=re.escape(f"{url} cannot take our weights: start vLLM with {FLAG}")):
+            publisher.push(1)
+        assert "/pause" not in vllm.log
 
 
 def test_one_server_under_two_names_is_refused(served: Served, shm: Path):

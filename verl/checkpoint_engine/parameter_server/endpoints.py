@@ -31,6 +31,8 @@ ENGINE_NAME = f"{PACKAGE.partition('.')[0]}_arena"
 It is `verl_arena` or `verl_sync_arena`, by distribution, so that both distributions can be installed together."""
 ANSWERS = f"{ENGINE_NAME}_answers"
 """The method that our plugin adds to vLLM's workers: it answers an `Order`."""
+NO_ENGINE = {"failed": "this worker has no engine of ours"}
+"""A worker's answer if the server has our plugin, and was started without `FLAG`."""
 ENGINE = "vLLM"
 AGAIN_S = 0.2
 PAUSE_MODES = ("abort", "wait", "keep")
@@ -124,7 +126,10 @@ class Endpoint(HttpServer):
                 f"the workers at {self.url} do not report their version ({exc.message}): start vLLM with {FLAG}. If it "
                 "was, a refusal of another call has left answers unread: restart the server"
             ) from exc
-        return answers_to(asked, said.get("results") if isinstance(said, dict) else said, self.url)
+        results = said.get("results") if isinstance(said, dict) else said
+        if isinstance(results, list) and NO_ENGINE in results:
+            raise ConfigError(f"the engine at {self.url} cannot take our weights: start vLLM with {FLAG}")
+        return answers_to(asked, results, self.url)
 
     def update(
         self,

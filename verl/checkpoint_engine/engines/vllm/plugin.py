@@ -10,7 +10,7 @@ import msgspec
 
 from ...compat.vllm import guard_resume, knows_weight_transfer_engine, let_workers_answer
 from ...compat.vllm_0_24 import adapt_workers, makes_engines_of_less
-from ...parameter_server.endpoints import ANSWERS, ENGINE_NAME
+from ...parameter_server.endpoints import ANSWERS, ENGINE_NAME, NO_ENGINE
 from ...parameter_server.writers import order
 from ...support.lifetime import end_with
 from .deaths import tell_deaths
@@ -37,6 +37,8 @@ def register() -> None:
 
 def answer_of(engine: Any, order: str, active: bool, asleep: tuple[str, ...]) -> dict[str, Any]:
     """A worker's answer to an `Order`. Never raises: vLLM's executor would leave other workers' answers unread."""
+    if not hasattr(engine, "answer"):
+        return NO_ENGINE
     try:
         found: dict[str, Any] = engine.answer(order, active=active, asleep=asleep)
     except Exception as exc:  # noqa: BLE001 - who asks says it

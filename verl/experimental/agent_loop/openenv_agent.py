@@ -7,37 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 import aiohttp
 
+from verl.experimental.agent_loop.environment_agent import (
+    AGAIN_S,
+    LARGEST_MESSAGE,
+    EnvironmentAgentLoop,
+    address,
+    check_server_options,
+    finite,
+    next_choice,
+)
 from verl.experimental.agent_loop.errors import AgentCodeError, AgentSetupError
-from verl.experimental.agent_loop.openai_agent import ON_FAILURE, OpenAIAgentLoop
 from verl.experimental.agent_loop.openai_endpoint import ModelAccess
-from verl.experimental.agent_loop.openai_wire import TOO_LONG
-from verl.experimental.agent_loop.output import AgentLoopOutput
-from verl.utils.config import ConfigError, did_you_mean
+from verl.utils.config import ConfigError
 
 CAPACITY = "CAPACITY_REACHED"
 """OpenEnv's code if the server has as many sessions as it may; they come and go."""
-AGAIN_S = 0.5
 CLOSED_WITHIN = aiohttp.ClientWSTimeout(ws_close=2.0)
 """Seconds for the server to say goodbye."""
-LARGEST_MESSAGE = 100 * 2**20
-"""Bytes, as OpenEnv's own client has it."""
+SCHEMES = ("http", "https", "ws", "wss")
 RESET = "reset"
 """Where in `extra_info` a sample has arguments of its `reset`."""
 
 
-class OpenEnvAgentLoop(OpenAIAgentLoop):
-    """Runs an episode for each sample. Its rewards are added up; a session that fails has the reward 0, and counts in
-    `agent_loop/agent_failed`."""
-
-    rewards = True
+class OpenEnvAgentLoop(EnvironmentAgentLoop):
+    """Runs an episode for each sample. Its rewards are added up."""
 
     def __init__(
         self,
@@ -61,30 +60,11 @@ class OpenEnvAgentLoop(OpenAIAgentLoop):
 
     @classmethod
     def check_options(cls, where: str, **options: Any) -> None:
-        known = ("url", "action", "observation", "max_turns", "connect_s", "timeout_s", "on_failure")
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"{where}: unknown {name!r}.{did_you_mean(name, known)}")
-        for name in ("url", "action"):
-            if not isinstance(options.get(name), str) or not options[name]:
-                raise ConfigError(f"{where} needs {name}, a text")
+        check_server_options(where, options, texts=("action",), schemes=SCHEMES, others=("observation",))
         if not isinstance(options.get("observation", ""), (str, type(None))):
             raise ConfigError(f"{where}: observation={options['observation']!r} is no name of a field")
-        turns = options.get("max_turns", 1)
-        if not isinstance(turns, int) or isinstance(turns, bool) or turns < 1:
-            raise ConfigError(f"{where}: max_turns={turns!r} is no number from 1 on")
-        for name in ("connect_s", "timeout_s"):
-            seconds = options.get(name, 1.0)
-            if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
-                raise ConfigError(f"{where}: {name}={seconds!r} is not a positive number of seconds")
-        if options.get("on_failure", "zero") not in ON_FAILURE:
-            raise ConfigError(f"{where}: on_failure={options['on_failure']!r} is none of {', '.join(ON_FAILURE)}")
-        try:
-            _address(options["url"])
-        except ValueError as exc:
-            raise ConfigError(f"{where}: url={options['url']!r}: {exc}") from exc
 
-    async def _work(self, access: ModelAccess, sample: Mapping[str, Any]) -> dict[str, float]:
+    async def _work(self, access: ModelAccess, sample: Mapping[str, Any]) -> dict[str, Any]:
         arguments = (sample.get("extra_info") or {}).get(RESET) or {}
         timeout = aiohttp.ClientTimeout(total=None)  # the sample has one
         async with aiohttp.ClientSession(timeout=timeout) as http:
@@ -118,18 +98,19 @@ class OpenEnvAgentLoop(OpenAIAgentLoop):
 
     async def _episode(
         self, http: aiohttp.ClientSession, access: ModelAccess, environment: _Session, found: Any, messages: list[Any]
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         score, turns = _reward(found), 0
         while not found.get("done") and turns < self.max_turns:
             _add(messages, self._shown(found))
-            answer = await _answer(http, access, messages)
-            if answer is None:
+            choice = await next_choice(http, access, messages)
+            if choice is None:
                 break
+            answer = str(choice["message"]["content"] or "")
             turns += 1
             messages.append({"role": "assistant", "content": answer})
             found = await environment.ask("step", {self.action: answer})
             score += _reward(found)
-        return {"score": score, "turns": float(turns), "done": float(bool(found.get("done")))}
+        return {"score": score, "metrics": {"turns": float(turns), "done": float(bool(found.get("done")))}}
 
     def _shown(self, found: Mapping[str, Any]) -> str:
         """Raises AgentSetupError if the environment has no field `observation`."""
@@ -140,12 +121,6 @@ class OpenEnvAgentLoop(OpenAIAgentLoop):
                 raise AgentSetupError(f"the environment shows no field {self.observation!r}, but {fields}")
             observation = observation[self.observation]
         return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
-
-    def _scored(self, output: AgentLoopOutput, result: Any) -> AgentLoopOutput:
-        if result is None:
-            raise AgentCodeError("the environment gave no reward: its conversation has no room left")
-        metrics = {f"environment/{name}": result[name] for name in ("turns", "done")}
-        return replace(super()._scored(output, result["score"]), metrics={**output.numbers, **metrics})
 
 
 class _Full(AgentCodeError):
@@ -195,31 +170,11 @@ def _add(messages: list[Any], text: str) -> None:
 def _reward(found: Mapping[str, Any]) -> float:
     """Raises AgentCodeError for one that is no number."""
     reward = found.get("reward")
-    if reward is None:
-        return 0.0
-    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise AgentCodeError(f"the environment gave the reward {reward!r}")
-    return float(reward)
-
-
-async def _answer(http: aiohttp.ClientSession, access: ModelAccess, messages: list[Any]) -> str | None:
-    """The policy's answer; None if the conversation has no room for it. Raises AgentCodeError for a refused request."""
-    asked = {"model": access.model, "messages": messages}
-    headers = {"Authorization": f"Bearer {access.api_key}"}
-    async with http.post(f"{access.base_url}/chat/completions", json=asked, headers=headers) as response:
-        said = await response.json()
-    if response.status == 200:
-        return str(said["choices"][0]["message"]["content"] or "")
-    error = said.get("error") or {}
-    if error.get("code") == TOO_LONG:
-        return None
-    raise AgentCodeError(f"the policy answered {response.status}: {error.get('message')}")
+    return 0.0 if reward is None else finite(reward)
 
 
 def _address(url: str) -> str:
     """Of the WebSocket of a server at `url`. Raises ValueError for what is none."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
-        raise ValueError("is no address like http://host:8000")
+    parts = address(url, SCHEMES)
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
     return urlunsplit((scheme, parts.netloc, f"{parts.path.rstrip('/')}/ws", parts.query, ""))

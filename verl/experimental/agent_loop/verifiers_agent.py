@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+from verl.experimental.agent_loop.environment_agent import EnvironmentAgentLoop
 from verl.experimental.agent_loop.errors import AgentCodeError, AgentSetupError
-from verl.experimental.agent_loop.openai_agent import OpenAIAgentLoop
 from verl.experimental.agent_loop.openai_endpoint import ModelAccess
-from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.environments.source import Source
 
@@ -18,14 +16,11 @@ OF_THE_SOURCE = tuple(inspect.signature(Source.of).parameters)[1:]
 OF_THE_LOOP = ("timeout_s", "conversations", "on_failure")
 
 
-class VerifiersAgentLoop(OpenAIAgentLoop):
+class VerifiersAgentLoop(EnvironmentAgentLoop):
     """Runs the environment's rollout of each sample, and takes its reward and metrics.
 
-    Samples come from `python -m verl.utils.data prepare verifiers`. A rollout that fails has the reward 0, and counts
-    in `agent_loop/agent_failed`.
+    Samples come from `python -m verl.utils.data prepare verifiers`.
     """
-
-    rewards = True
 
     def __init__(
         self,
@@ -58,9 +53,3 @@ class VerifiersAgentLoop(OpenAIAgentLoop):
         if "error" in result:
             raise AgentCodeError(f"the environment failed: {result['error']}")
         return result
-
-    def _scored(self, output: AgentLoopOutput, result: Any) -> AgentLoopOutput:
-        if result is None:
-            raise AgentCodeError("the environment gave no reward: its conversation has no room left")
-        metrics = {f"environment/{name}": value for name, value in result["metrics"].items()}
-        return replace(super()._scored(output, result["score"]), metrics={**output.numbers, **metrics})

@@ -52,12 +52,19 @@ vision: install ## torchvision's Python part into .venv/vision, for tests of vLL
 	    echo "torchvision cannot be installed; what it said is above. Tests of vLLM with pictures are skipped."
 
 # An interpreter of its own, which sees the environment's packages and has what they lack.
-environments: install ## verifiers and OpenEnv into .venv/verifiers and .venv/openenv, for tests of environments; without, they are skipped
+environments: install ## verifiers, OpenEnv and NeMo-Gym, each in a directory below .venv, for tests of environments; without, they are skipped
 	@test requirements/openenv.txt -ot .venv/openenv/installed || { \
 	    rm -rf .venv/openenv && \
 	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --target .venv/openenv \
 	        --requirement requirements/openenv.txt && touch .venv/openenv/installed; } || \
 	    echo "OpenEnv cannot be installed; what it said is above. Its tests are skipped."
+# NeMo-Gym asks for Python 3.12; what is needed of it runs with 3.11.
+	@test requirements/nemo-gym.txt -ot .venv/nemo-gym/installed || { \
+	    rm -rf .venv/nemo-gym && \
+	    $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-deps --no-compile \
+	        --ignore-requires-python --target .venv/nemo-gym --requirement requirements/nemo-gym.txt && \
+	    touch .venv/nemo-gym/installed; } || \
+	    echo "NeMo-Gym cannot be installed; what it said is above. Its tests are skipped."
 	@test requirements/verifiers.txt -ot .venv/verifiers/installed || { \
 	    rm -rf .venv/verifiers && $(BIN)/python -m venv --without-pip .venv/verifiers && \
 	    purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \

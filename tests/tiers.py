@@ -18,7 +18,7 @@ from collections import Counter
 import pytest
 
 MAKE_TEST = "not job or once"
-FIXTURES = {"ray_cluster", "warm", "ranks", "environments"}
+FIXTURES = {"ray_cluster", "warm", "ranks", "environments", "resources_servers"}
 MARKERS = ("vllm", "sglang", "e2e", "alone", "gpu", "npu")
 PLACES = (
     "tests/checkpoint_engine/conformance/test_action.py::test_a_server",

@@ -35,6 +35,7 @@ SHOWN = {
     "warning: the driver": "tests/e2e/test_recovery.py",
     "warning: replica-0": "tests/workers/rollout/test_death.py",
     "data/guess/train.parquet: ": "tests/experimental/agent_loop/test_verifiers.py",
+    "data/counter/train.parquet: ": "tests/experimental/agent_loop/test_nemo_gym.py",
     "distillation.": "keys, no output",
     "reward_model.": "keys, no output",
     "curl ": "against a server of vLLM",

@@ -46,6 +46,7 @@ NOT_RUN = {
     r"data\.train_batchsize": "shown for its error: tests/docs/test_printed_commands.py",
     r"(check_commit_message.py FILE|for_index.py FOLDER)": "a placeholder for a file; tests/scripts",
     r"prepare verifiers|data/guess": "packages of its own: tests/experimental/agent_loop/test_verifiers.py",
+    r"prepare nemo_gym": "a package of its own: tests/experimental/agent_loop/test_nemo_gym.py",
     r"^scripts/prose.py|prose.py": "make style runs it",
 }
 """Patterns of commands that are not run: why, and what runs them instead."""

@@ -4,6 +4,7 @@
     python -m verl.utils.data prepare math --from test.jsonl --split test --to data/math/test.parquet
     python -m verl.utils.data prepare geo3k --from train.parquet --to data/geo3k/train.parquet
     python -m verl.utils.data prepare verifiers --environment NAME --to data/NAME
+    python -m verl.utils.data prepare nemo_gym --from train.jsonl --to data/NAME/train.parquet
 
 `gsm8k` reads the columns question and answer, of which the truth is the number after the last `####`; `math` reads
 problem and solution, of which it is what the last `\\boxed{...}` holds; `geo3k` reads problem, answer and images.
@@ -25,6 +26,7 @@ import yaml
 from verl.utils.config import ConfigError
 from verl.utils.dataset.files import Rows
 from verl.utils.dataset.seen import MARK
+from verl.utils.environments.nemo_gym import nemo_gym_samples
 from verl.utils.environments.samples import ENTRY_FILE, entry, environment_samples
 from verl.utils.environments.source import Source
 from verl.utils.reward_score import default_compute_score
@@ -174,7 +176,12 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="make a data file for training", description="Make a data file.")
     names = prepare.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in RECIPES:
-        _add_recipe_options(names.add_parser(name, help=f"the data set {RECIPES[name].data_source}"))
+        recipe = _add_file_options(names.add_parser(name, help=f"the data set {RECIPES[name].data_source}"))
+        recipe.add_argument(
+            "--instruction", metavar="TEXT", help="text after every question, instead of the answer format of the rule"
+        )
+    rows = _add_file_options(names.add_parser("nemo_gym", help="rows for a resources server of NeMo-Gym"))
+    rows.add_argument("--agent", default="nemo_gym", metavar="NAME", help="their agent loop (default nemo_gym)")
     what = "an environment of the package verifiers: its data, and its entry for agent_loop_config_path"
     _add_environment_options(names.add_parser("verifiers", help=what, description=what))
     return parser
@@ -208,7 +215,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _add_recipe_options(prepare: argparse.ArgumentParser) -> None:
+def _add_file_options(prepare: argparse.ArgumentParser) -> argparse.ArgumentParser:
     prepare.add_argument(
         "--from", dest="source", type=Path, required=True, metavar="FILE", help="a local parquet or JSON Lines file"
     )
@@ -216,10 +223,8 @@ def _add_recipe_options(prepare: argparse.ArgumentParser) -> None:
         "--to", type=Path, metavar="FILE", help="to write, *.parquet or *.jsonl (default data/NAME/SPLIT.parquet)"
     )
     prepare.add_argument("--split", default="train", help="what extra_info.split says (default train)")
-    prepare.add_argument(
-        "--instruction", metavar="TEXT", help="text after every question, instead of the answer format of the rule"
-    )
     prepare.add_argument("--force", action="store_true", help="replace a file that is there")
+    return prepare
 
 
 def _check(source: Path, target: Path, *, force: bool) -> None:
@@ -236,19 +241,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.name == "verifiers":
         return _prepare_environment(options)
-    recipe = RECIPES[options.name]
     target: Path = options.to or Path("data", options.name, f"{options.split}.parquet")
+    recipe = RECIPES.get(options.name)
     try:
         _check(options.source, target, force=options.force)
-        columns = [recipe.question, recipe.solution, *([recipe.pictures] if recipe.pictures else [])]
-        rows = Rows([options.source], columns)
-        samples = prepared(recipe, rows, options.split, options.instruction)
+        if recipe is None:
+            samples = nemo_gym_samples(options.source, options.split, options.agent)
+        else:
+            columns = [recipe.question, recipe.solution, *([recipe.pictures] if recipe.pictures else [])]
+            rows = Rows([options.source], columns)
+            samples = prepared(recipe, rows, options.split, options.instruction)
         write(samples, target)
     except (ConfigError, OSError) as exc:
         sys.stderr.write(f"error: {exc}\n")
         return 2
-    sys.stdout.write(f"{target}: {len(samples)} samples of {recipe.data_source}\n")
-    if count := unrewarded(recipe, samples):
+    sys.stdout.write(f"{target}: {len(samples)} samples of {samples[0]['data_source'] if samples else options.name}\n")
+    if recipe is not None and (count := unrewarded(recipe, samples)):
         sys.stderr.write(f"warning: the rule gives no full reward to {count} of the data set's own solutions\n")
     return 0
 

@@ -31,6 +31,7 @@ class LoopEntry:
 BUILTIN: Mapping[str, LoopEntry] = {
     "single_turn_agent": LoopEntry("verl.experimental.agent_loop.single_turn:SingleTurnAgentLoop"),
     "tool_agent": LoopEntry("verl.experimental.agent_loop.tool_loop:ToolAgentLoop"),
+    "nemo_gym": LoopEntry("verl.experimental.agent_loop.nemo_gym_agent:NemoGymAgentLoop"),
     "verifiers": LoopEntry("verl.experimental.agent_loop.verifiers_agent:VerifiersAgentLoop"),
 }
 _registered: dict[str, LoopEntry] = {}

@@ -88,7 +88,16 @@ model. The adapter has a name of its own, and is unloaded at the end.
 ## What is compared
 
 `certify` writes version B: noise is added to every tensor of the model A. Then the server gets B, A, B and A, with
-requests in flight.
+requests in flight. `--level full` (default `quick`) goes on with one update each:
+
+* **After sleep 1, after sleep 2** (vLLM's `/sleep`; SGLang with `--enable-memory-saver`). The server slept and woke up.
+  After level 2 the update has to bring all weights. A server that kept them is named, as vLLM for CPUs.
+* **Clients leave.** They close their connections. Their prompts are asked again afterwards.
+* **Each other pause mode.** A kept answer is the old version's up to a token, and from there on the new one's.
+* **Adapter on top** (`disk`, vLLM with `--enable-lora`). The server had it before. The oracle is PEFT's merge into the
+  new base.
+
+What a server lacks is reported as not tried.
 
 * **Oracle.** Transformers computes the log-probs of probe prompts for both versions, in float32 with the weights of
   the server's dtype. A difference above the tolerance is a fault: 2e-4 nats in float32, 0.1 in bfloat16.

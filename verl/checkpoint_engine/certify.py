@@ -11,7 +11,8 @@ Hugging Face, two of vLLM, two slots of the arena) and room for one in the tempo
 
 The second form certifies a running server that serves the model, by log-probs alone; nothing is loaded into it but
 versions. The server gets a changed version, the model, and both again, with requests in flight. On its host it must be
-able to read the temporary directory.
+able to read the temporary directory. With --level full updates follow after each level of sleep, while clients leave,
+in each other pause mode, and with an adapter on top. What the server cannot do is reported as not tried.
 
 The third form has updates fail, one fault after another, and reports in which state each leaves the server, and which
 promises of the recovery contract (docs/conformance.md) that breaks.
@@ -333,6 +334,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     served.add_argument(
         "--pause-mode", choices=("wait", "abort", "keep"), default="wait", help="of requests in flight (default wait)"
     )
+    served.add_argument(
+        "--level",
+        choices=("quick", "full"),
+        help="quick (default): four updates with requests in flight; full: then one after each level of sleep, while "
+        "clients leave, in each other pause mode, and with an adapter on top, as far as the server has them",
+    )
     served.add_argument("--timeout-seconds", type=float, default=300.0, metavar="S", help="of each call (default 300)")
     served.add_argument(
         "--faults",
@@ -394,7 +401,7 @@ def _main(options: argparse.Namespace) -> int:
                 raise ConfigError(f"--{flag} {path}: {why}")
         if options.server is not None:
             return _certify_server(options)
-        for flag in ("route", "faults", "worker_pid", "html", "junit"):
+        for flag in ("route", "level", "faults", "worker_pid", "html", "junit"):
             if getattr(options, flag) is not None:
                 raise ConfigError(f"--{flag.replace('_', '-')} is of a running server: name it with --server URL")
         with scratch_directory() as scratch:
@@ -439,6 +446,7 @@ def _certify_server(options: argparse.Namespace) -> int:
         route=options.route,
         dtype=options.dtype,
         pause_mode=options.pause_mode,
+        level=options.level or "quick",
         timeout_s=options.timeout_seconds,
         faults=options.faults,
         deadline_s=options.deadline_seconds,

@@ -97,7 +97,11 @@ def test_a_leak_into_the_base_is_seen_while_both_are_asked(run, served, monkeypa
     """As vLLM's on CPUs: alone, a request without an adapter is right."""
     engine = served[0]
     of, alone = engine._model_of, {"/weight_info"}
-    monkeypatch.setattr(engine, "_model_of", lambda name: next(iter(engine._adapters.values())) if alone else of(name))
+
+    def leaks(name):
+        return next(iter(engine._adapters.values()))[1] if alone else of(name)
+
+    monkeypatch.setattr(engine, "_model_of", leaks)
     asked = run._ask_beside
 
     def ask(*given):

@@ -17,9 +17,9 @@ import torch
 
 from ..errors import ConfigError
 from .oracle import CHANGES, MARGIN, LogProbs, Oracle, Part, Prompts, load_model, log_probs
-from .probes import Probed
+from .probes import Probed, ProbedVLLM
 from .routes import AdapterRoute
-from .sequence import NUM_TOKENS, Flown, Run
+from .sequence import NUM_TOKENS, Beside, Flown, Run
 from .verdicts import Finding, Step
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -51,7 +51,7 @@ class AdapterRun(Run):
     def cold(self) -> Step:
         """Look at the base. Raises ConfigError if it is not the model's."""
         step = Step(name="base")
-        found = self._of_base()
+        found = self.probed(self.base)
         step.tokens, step.deviation = len(found), float((found - self.of_base).abs().max())
         if not step.deviation <= self.tolerance:
             raise ConfigError(f"the server does not compute with the model: it is {step.deviation:.3g} nats away")
@@ -74,14 +74,11 @@ class AdapterRun(Run):
         assert isinstance(route, AdapterRoute)
         return f"the server may still have the adapter {route.name}: unload it"
 
-    def _of_base(self) -> LogProbs:
-        return torch.tensor([value for prompt in self.oracle.prompts for value in self.base.log_probs(prompt)])
-
     def _ask_beside(self, step: Step) -> None:
         super()._ask_beside(step)
         # Not its prompt's log-probs: beside others with an adapter they end vLLM (vllm-project/vllm#16668).
         answer = self.base.continued(self._unknown(self.oracle.prompts[0]), NUM_TOKENS)
-        if not self._is_of(answer, self.model):
+        if not self.is_of(answer, self.model):
             text = "a request without an adapter, while others with one ran, is not answered by the base model alone"
             step.findings.append(Finding(fault="wrong adapter", text=text, prompt=answer.prompt))
 
@@ -90,7 +87,7 @@ class AdapterRun(Run):
 
     def _compare(self, step: Step, target: int, label: str, before: dict[str, str], flown: list[Flown]) -> None:
         super()._compare(step, target, label, before, flown)
-        away = float((self._of_base() - self.of_base).abs().max())
+        away = float((self.probed(self.base) - self.of_base).abs().max())
         if not away <= self.tolerance:
             text = f"requests without an adapter are {away:.3g} nats away from the base model, which no update changed"
             step.findings.append(Finding(fault="wrong adapter", text=text, prompt=self.oracle.prompts[0]))
@@ -108,11 +105,7 @@ def adapter_versions(
     """Write two random adapters of every projection in attention and MLPs, in PEFT's form, with larger changes where
     smaller ones would not show. The oracle is PEFT's merged model. Raises ConfigError."""
     base = load_model(model, dtype)
-    targets = [
-        name
-        for name, module in base.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.endswith(TARGETS) and "vis" not in name
-    ]
+    targets = _targets(base)
     if not targets:
         raise ConfigError(f"{model} has no {', '.join(TARGETS)}: --route lora has no adapter for it")
     parts = [Part(f"{name}.weight") for name in targets]
@@ -127,6 +120,67 @@ def adapter_versions(
         tell(f"{len(unseen)} of {len(parts)} tensors are changed by {change:g} standard deviations to be seen")
         amounts |= {name.removesuffix(".weight"): change for name in unseen}
     return Adapters(base=base, oracle=oracle, directories=directories)
+
+
+def on_top(run: Run, scratch: Path, dtype: str, route: AdapterRoute) -> OnTop:
+    """Load an adapter for both versions of a run. Raises ConfigError if there is none for them, or for the server."""
+    targets = _targets(run.oracle.old)
+    if not targets:
+        raise ConfigError(f"the model has no {', '.join(TARGETS)}")
+    directory = scratch / "adapter"
+    on_old = _written(run.oracle.old, directory, dict.fromkeys(targets, CHANGES[0]), dtype)
+    from peft import PeftModel
+
+    wrapped: Any = PeftModel.from_pretrained(copy.deepcopy(run.oracle.new), str(directory))
+    on_new = wrapped.merge_and_unload().eval().requires_grad_(False)
+    route.push(directory, 0)
+    return OnTop(route, (on_old, on_new))
+
+
+class OnTop(Beside):
+    """An adapter that the server has while its base is updated."""
+
+    def __init__(self, route: AdapterRoute, models: tuple[Any, Any]) -> None:
+        """`models`: the adapter merged into each version."""
+        self._route, self._models = route, models
+
+    def before(self, run: Run, step: Step) -> None:
+        self._server = ProbedVLLM(run.server.url, timeout_s=run.timeout_s, name=self._route.name)
+        for _ in range(2):
+            self._server.continued(run.long_prompt, 1)
+        with_it = log_probs(self._models[1 if run.may_have_b else 0], run.oracle.prompts)
+        if not self._away(run.probed(), with_it) > run.tolerance:
+            text = "requests without an adapter are computed with the one that is loaded"
+            step.findings.append(Finding(fault="wrong adapter", text=text, prompt=run.oracle.prompts[0]))
+
+    def after(self, run: Run, step: Step, target: int) -> None:
+        prompts = run.oracle.prompts
+        found, model = run.probed(self._server), self._models[target]
+        step.tokens += len(found)
+        if not (away := self._away(found, log_probs(model, prompts))) <= run.tolerance:
+            fault, text = "wrong adapter", f"requests for the adapter are {away:.3g} nats from it on the new base"
+            if self._away(found, log_probs(self._models[1 - target], prompts)) <= run.tolerance:
+                fault, text = "stale derived state", "the adapter is computed on the previous base"
+            elif self._away(found, run.oracle.of_new if target else run.oracle.of_old) <= run.tolerance:
+                text = "requests for the adapter are computed with the new base alone"
+            step.findings.append(Finding(fault=fault, text=text, prompt=prompts[0]))
+        elif not run.is_of(self._server.continued(run.long_prompt, NUM_TOKENS), model):
+            text = "a prompt that the adapter answered before the update goes on differently"
+            step.findings.append(Finding(fault="stale cache", text=text, prompt=run.long_prompt))
+        self._route.unload()
+
+    @staticmethod
+    def _away(found: LogProbs, expected: LogProbs) -> float:
+        return float((found - expected).abs().max())
+
+
+def _targets(model: Any) -> list[str]:
+    """The projections in attention and MLPs."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.endswith(TARGETS) and "vis" not in name
+    ]
 
 
 def _written(base: Any, directory: Path, amounts: Mapping[str, float], dtype: str) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import torch
 from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..publisher.sglang_endpoint import is_sglang
 from ..support.console import say
-from .adapters import AdapterRun, Adapters, adapter_versions
+from .adapters import AdapterRun, Adapters, OnTop, adapter_versions, on_top
 from .contract import INJECTED
 from .faults import CALLS, FaultRun, require_process
+from .full import full
 from .oracle import MARGIN, changed_version, configured_dtype, has_experts, vocabulary
 from .probes import Probed, ProbedSGLang, ProbedVLLM
 from .report import as_json, as_text, told, write_html, write_junit
@@ -26,6 +29,7 @@ from .verdicts import Report, Step
 
 FEWEST_TOKENS = 32
 """Of a prompt and its answer: four probes of different lengths, and answers in flight."""
+QUICK, FULL = "quick", "full"
 SKIPPED = 3
 """Exit code: nothing was tried, because the route needs a device."""
 
@@ -39,6 +43,8 @@ class Options:
     pause_mode: str = "wait"
     timeout_s: float = 300.0
     tolerance: float | None = None
+    level: str = QUICK
+    """QUICK or FULL."""
     faults: Sequence[str] | None = None
     """Names of faults that hit the updates; empty: all; None: no fault does."""
     deadline_s: float = 20.0
@@ -67,12 +73,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
             "tells that from a fault. Start the server with --dtype float32"
         )
     tolerance = options.tolerance or TOLERANCES[dtype]
-    longest = server.longest() or PROBE_TOKENS + NUM_TOKENS + 1
-    if longest < FEWEST_TOKENS:
-        raise ConfigError(
-            f"the server takes {longest} tokens of a prompt and its answer: at least {FEWEST_TOKENS} show an update. "
-            "Start it with a larger --max-model-len (SGLang: --context-length)"
-        )
+    longest = _longest(server)
     prompts = prompts_of(vocabulary(options.model), min(PROBE_TOKENS, longest - NUM_TOKENS - 1))
     adapters, computes = None, "transformers' model"
     directories = options.model, scratch / "B"
@@ -110,6 +111,8 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
     if options.faults is not None:
         given |= {"dtype": dtype, "scratch": scratch}
     whole, steps = _begun(options, given, adapters, tell)
+    if options.level == FULL:
+        steps = itertools.chain(steps, full(whole, partial(_on_top, whole, options, scratch, dtype)))
     try:
         for step in steps:
             tell(told(step))
@@ -124,6 +127,17 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         whole.close()
     report.cache = whole.cache
     return report
+
+
+def _longest(server: Probed) -> int:
+    """The tokens of a prompt and its answer. Raises ConfigError."""
+    longest = server.longest() or PROBE_TOKENS + NUM_TOKENS + 1
+    if longest < FEWEST_TOKENS:
+        raise ConfigError(
+            f"the server takes {longest} tokens of a prompt and its answer: at least {FEWEST_TOKENS} show an update. "
+            "Start it with a larger --max-model-len (SGLang: --context-length)"
+        )
+    return longest
 
 
 def _begun(
@@ -149,9 +163,24 @@ def _begun(
     return whole, certify(whole, tell)
 
 
+def _on_top(run: Run, options: Options, scratch: Path, dtype: str) -> OnTop:
+    """Raises ConfigError with the reason if the run tries no adapter on top of its versions."""
+    if isinstance(run, AdapterRun):
+        raise ConfigError("the route's versions are adapters")
+    if isinstance(run.server, ProbedSGLang):
+        raise ConfigError("there is no route for adapters into SGLang")
+    if options.route != "disk":
+        raise ConfigError(f"--route {options.route} takes no server with --enable-lora")
+    route = AdapterRoute(options.server, timeout_s=options.timeout_s, pause_mode=options.pause_mode)
+    route.check()
+    return on_top(run, scratch, dtype, route)
+
+
 def _reached(options: Options) -> tuple[Probed, Route]:
     """The server, and the way to it, which it has. Raises what `run` does."""
     require_route(options.route)
+    if options.faults is not None and options.level != QUICK:
+        raise ConfigError(f"--level {options.level} is of a run without --faults")
     sglang = is_sglang(options.server)
     if options.faults is not None and options.route == "lora":
         raise ConfigError("--faults has no cells for --route lora")

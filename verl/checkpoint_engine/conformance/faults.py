@@ -24,7 +24,7 @@ from .operators import operator_of
 from .oracle import MARGIN, LogProbs, load_model, log_probs
 from .pusher import Pusher
 from .relay import Relay
-from .routes import Pushed, Route, route_of
+from .routes import Pushed, Pushing, Route, route_of
 from .sequence import Flown, Run
 from .verdicts import Cell, Finding, Step
 
@@ -248,7 +248,7 @@ class FaultRun(Run):
     def _observe(self, cell: Cell, target: int, labels: Labels) -> None:
         """Which version the server computes with."""
         try:
-            found = self._probed()
+            found = self.probed()
             cell.label = self.server.label() or ""
         except CheckpointEngineError as exc:
             cell.findings.append(Finding(fault="mixed weights", text=f"it answers no probe: {exc}"))
@@ -295,7 +295,7 @@ class FaultRun(Run):
 
     def _require(self, version: int, label: str) -> None:
         """Raises TransportError unless the server computes with this version under this label."""
-        found, expected = self._probed(), self.oracle.of_new if version else self.oracle.of_old
+        found, expected = self.probed(), self.oracle.of_new if version else self.oracle.of_old
         if _differ(found, expected, self.tolerance):
             raise TransportError("the next update was answered, and the server does not compute with it")
         if self.route.labels and self.server.label() != label:
@@ -303,7 +303,7 @@ class FaultRun(Run):
 
     def _come_back(self, cell: Cell) -> None:
         """Another try, then the server's own load from disk. If neither helps, the server has to be restarted."""
-        routes: dict[str, Callable[[], Route]] = {
+        routes: dict[str, Callable[[], Pushing]] = {
             "one more update": self._fresh,
             "the server's own load from disk": partial(self._operator.disk, self.pause_mode),
         }
@@ -330,7 +330,7 @@ class FaultRun(Run):
                 return
             if one.answer.aborted or self.pause_mode == "keep":
                 continue
-            of = [version for version, model in enumerate(models) if self._is_of(one.answer, model)]
+            of = [version for version, model in enumerate(models) if self.is_of(one.answer, model)]
             if not of:
                 if not any(finding.fault == "mixed weights" for finding in cell.findings):
                     text = "a request in flight was answered by neither version"
@@ -345,13 +345,8 @@ class FaultRun(Run):
 class _ClosedRoute:
     """A route that is closed after its only push, so that it claims nothing during a fault."""
 
-    labels = True
-
     def __init__(self, make: Callable[[], Route]) -> None:
         self._make = make
-
-    def check(self) -> None:
-        """The run has."""
 
     def push(self, directory: Path, version: int) -> str:
         route = self._make()
@@ -359,9 +354,6 @@ class _ClosedRoute:
             return route.push(directory, version)
         finally:
             route.close()
-
-    def close(self) -> None:
-        """Nothing stays."""
 
 
 def _differ(found: LogProbs, other: LogProbs, tolerance: float) -> bool:

@@ -7,8 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import CheckpointEngineError, ConfigError
+from ..errors import CheckpointEngineError, ConfigError, TransportTimeout
 from ..parameter_server.http_server import HttpServer, Refused
+
+DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,16 @@ class Probed(Protocol):
         ...
 
     def continued(self, prompt: Sequence[int], num_tokens: int) -> Answer: ...
+    def leave(self, prompt: Sequence[int], num_tokens: int, after_s: float) -> bool:
+        """Send a request, and close its connection after `after_s`. Returns whether it was not answered by then."""
+        ...
+
+    def check_sleep(self, level: int) -> None:
+        """Raises ConfigError with the reason if the server cannot sleep at `level`: 1 keeps weights, 2 does not."""
+        ...
+
+    def sleep(self, level: int) -> None: ...
+    def wake_up(self) -> None: ...
     def label(self) -> str | None:
         """The version that the server reports; None if it reports none."""
         ...
@@ -67,7 +79,9 @@ class ProbedVLLM:
         self._longest = int(models[0].get("max_model_len") or 0)
         self.name = name or models[0]["id"]
 
-    def _complete(self, prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+    def _complete(
+        self, prompt: Sequence[int], num_tokens: int, timeout_s: float | None = None, **more: Any
+    ) -> dict[str, Any]:
         body = {
             "model": self.name,
             "prompt": list(prompt),
@@ -76,7 +90,8 @@ class ProbedVLLM:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        answer: dict[str, Any] = self._http.call("POST", "/v1/completions", body | more)["choices"][0]
+        found = self._http.call("POST", "/v1/completions", body | more, timeout_s=timeout_s)
+        answer: dict[str, Any] = found["choices"][0]
         return answer
 
     def log_probs(self, prompt: Sequence[int]) -> list[float]:
@@ -93,6 +108,25 @@ class ProbedVLLM:
             log_probs=log_probs,
             aborted=found.get("finish_reason") not in ("length", "stop"),
         )
+
+    def leave(self, prompt: Sequence[int], num_tokens: int, after_s: float) -> bool:
+        try:
+            self._complete(prompt, num_tokens, timeout_s=after_s)
+        except TransportTimeout:
+            return True
+        return False
+
+    def check_sleep(self, level: int) -> None:
+        try:
+            self._http.call("GET", "/is_sleeping")
+        except Refused as exc:
+            raise ConfigError(f"{self.url} has no /sleep: {DEV_MODE}") from exc
+
+    def sleep(self, level: int) -> None:
+        self._http.call("POST", f"/sleep?level={level}")
+
+    def wake_up(self) -> None:
+        self._http.call("POST", "/wake_up")
 
     def label(self) -> str | None:
         try:
@@ -135,15 +169,19 @@ class ProbedSGLang:
             about = self._http.call("GET", "/server_info")
             self.engine = f"SGLang {about['version']}"
             self._dtype = str(about["dtype"])
+            self._saves_memory = bool(about.get("enable_memory_saver"))
+            self._keeps_weights = bool(about.get("enable_weights_cpu_backup"))
             self._longest = int(self._http.call("GET", "/v1/models")["data"][0]["max_model_len"] or 0)
         except (KeyError, TypeError, Refused) as exc:
             raise ConfigError(f"the server at {url} is not SGLang 0.5: {exc}") from exc
         self._hits = 0
 
-    def _generate(self, prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+    def _generate(
+        self, prompt: Sequence[int], num_tokens: int, timeout_s: float | None = None, **more: Any
+    ) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-        answer: dict[str, Any] = self._http.call("POST", "/generate", body | more)
+        answer: dict[str, Any] = self._http.call("POST", "/generate", body | more, timeout_s=timeout_s)
         self._hits += int(answer["meta_info"].get("cached_tokens") or 0)
         return answer
 
@@ -160,6 +198,26 @@ class ProbedSGLang:
             log_probs=[float(log_prob) for log_prob, *_ in about.get("output_token_logprobs") or ()],
             aborted=(about.get("finish_reason") or {}).get("type") not in ("length", "stop"),
         )
+
+    def leave(self, prompt: Sequence[int], num_tokens: int, after_s: float) -> bool:
+        try:
+            self._generate(prompt, num_tokens, timeout_s=after_s)
+        except TransportTimeout:
+            return True
+        return False
+
+    def check_sleep(self, level: int) -> None:
+        if not self._saves_memory:
+            raise ConfigError(f"{self.url} keeps its memory: start SGLang with --enable-memory-saver")
+        if self._keeps_weights != (level == 1):
+            kept = "keeps its weights" if self._keeps_weights else "loses its weights"
+            raise ConfigError(f"{self.url} {kept}: --enable-weights-cpu-backup decides")
+
+    def sleep(self, level: int) -> None:
+        self._http.call("POST", "/release_memory_occupation", {}, is_json=False)
+
+    def wake_up(self) -> None:
+        self._http.call("POST", "/resume_memory_occupation", {}, is_json=False)
 
     def label(self) -> str | None:
         found: str = self._http.call("GET", "/model_info")["weight_version"]

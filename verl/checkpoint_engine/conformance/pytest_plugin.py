@@ -42,6 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="wait",
         help="of requests in flight (default wait; routes of SGLang but disk need another)",
     )
+    group.addoption(
+        f"{OPTION}-level", choices=("quick", "full"), default="quick", help="see --level of `certify` (default quick)"
+    )
     group.addoption(f"{OPTION}-timeout", type=float, default=300.0, metavar="S", help="of each call, in seconds")
 
 
@@ -92,6 +95,7 @@ class RouteItem(pytest.Item):
             model=model,
             route=self.route,
             pause_mode=self.config.getoption(f"{OPTION}-pause-mode"),
+            level=self.config.getoption(f"{OPTION}-level"),
             timeout_s=self.config.getoption(f"{OPTION}-timeout"),
         )
         with scratch_directory() as scratch:

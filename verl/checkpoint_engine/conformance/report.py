@@ -19,9 +19,9 @@ MOST_TOKENS = 12
 def told(step: Step) -> str:
     """A step in a line."""
     faults = ", ".join(one.fault for one in step.findings) or "no fault"
-    if not isinstance(step, Cell):
-        return f"{step.name}: {faults}"
-    return f"{step.name}: " + (f"not tried: {step.skipped}" if step.skipped else f"{STATES[step.state]}; {faults}")
+    if step.skipped:
+        return f"{step.name}: not tried: {step.skipped}"
+    return f"{step.name}: " + (f"{STATES[step.state]}; " if isinstance(step, Cell) else "") + faults
 
 
 def as_text(report: Report) -> str:
@@ -54,9 +54,14 @@ def verdict(report: Report) -> str:
 
 def _steps(report: Report) -> Iterator[str]:
     yield f"prefix cache: {report.cache}"
-    yield f"{'':<14}{'update':>9}{'log-probs':>11}{'largest difference':>20}{'in flight':>11}"
+    wide = 2 + max(len(step.name) for step in report.steps)
+    yield f"{'':<{wide}}{'update':>9}{'log-probs':>11}{'largest difference':>20}{'in flight':>11}"
     for step in report.steps:
-        yield f"{step.name:<14}{step.seconds:>7.2f} s{step.tokens:>11}{step.deviation:>20.2g}{step.in_flight:>11}"
+        if step.skipped:
+            yield f"{step.name:<{wide}}not tried: {step.skipped}"
+            continue
+        counts = f"{step.seconds:>7.2f} s{step.tokens:>11}{step.deviation:>20.2g}{step.in_flight:>11}"
+        yield f"{step.name:<{wide}}{counts}" + (f"  {step.note}" if step.note else "")
 
 
 CELLS = ("fault, phase", "the push", "after", "then", "in flight", "next update", "broken promises")
@@ -125,16 +130,21 @@ def write_junit(report: Report, file: Path) -> None:
             text = "\n".join(line for finding in step.findings for line in _finding(finding))
             failure = ElementTree.SubElement(case, "failure", message=step.findings[0].fault)
             failure.text = text
-        elif isinstance(step, Cell):
-            if _is_skipped(step):
-                ElementTree.SubElement(case, "skipped", message=step.skipped)
-            else:
-                ElementTree.SubElement(case, "system-out").text = told(step)
+        elif step.skipped:
+            ElementTree.SubElement(case, "skipped", message=step.skipped)
+        elif isinstance(step, Cell) or step.note:
+            ElementTree.SubElement(case, "system-out").text = step.note or told(step)
     ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
 
 
 def _is_skipped(step: Step) -> bool:
-    return isinstance(step, Cell) and bool(step.skipped) and not step.findings
+    return bool(step.skipped) and not step.findings
+
+
+def _outcome(step: Step) -> str:
+    if step.skipped:
+        return f"not tried: {step.skipped}"
+    return (", ".join(one.fault for one in step.findings) or "none") + (f" ({step.note})" if step.note else "")
 
 
 def write_html(report: Report, file: Path) -> None:
@@ -142,7 +152,7 @@ def write_html(report: Report, file: Path) -> None:
     header = "<tr><th>step<th>update<th>log-probs<th>largest difference<th>in flight<th>faults"
     rows = "".join(
         f"<tr><td>{html.escape(step.name)}<td>{step.seconds:.2f} s<td>{step.tokens}<td>{step.deviation:.2g}"
-        f"<td>{step.in_flight}<td>{html.escape(', '.join(one.fault for one in step.findings)) or 'none'}"
+        f"<td>{step.in_flight}<td>{html.escape(_outcome(step))}"
         for step in report.steps
     )
     if report.cells:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,23 +17,30 @@ from ..errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from ..parameter_server.checkpoint_directory import checkpoint_files
 from ..parameter_server.http_server import HttpServer, Refused, request_inference_to_update
 from ..support.package import PACKAGE
-from .sglang_routes import SGLangDiskRoute, SGLangDistributedRoute, SGLangTensorRoute
+from .probes import DEV_MODE
+from .sglang_routes import MODES, SGLangDiskRoute, SGLangDistributedRoute, SGLangTensorRoute
 
-DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment"
+PAUSE_MODES = ("wait", "abort", "keep")
 LORA = "start vLLM with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
 EXTENSION = f"{PACKAGE}.parameter_server.VllmColocateWorkerExtension"
 
 
-class Route(Protocol):
+class Pushing(Protocol):
+    def push(self, directory: Path, version: int) -> str:
+        """Have the server serve the checkpoint in `directory`; returns the label that it should report."""
+        ...
+
+
+class Route(Pushing, Protocol):
     labels: bool
     """Whether the server reports the version that it was given."""
+    pause_modes: Sequence[str]
+    """That it offers."""
+    pause_mode: str
+    """Of requests in flight at the next push."""
 
     def check(self) -> None:
         """Raises ConfigError with the remedy if the server has not what this route needs. The server keeps serving."""
-        ...
-
-    def push(self, directory: Path, version: int) -> str:
-        """Have the server serve the checkpoint in `directory`; returns the label that it should report."""
         ...
 
     def close(self) -> None: ...
@@ -44,10 +51,11 @@ class DiskRoute:
     cached, name the version, resume."""
 
     labels = True
+    pause_modes: Sequence[str] = PAUSE_MODES
 
     def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
         self._http = HttpServer(url, timeout_s=timeout_s)
-        self._pause_mode = pause_mode
+        self.pause_mode = pause_mode
 
     def check(self) -> None:
         try:
@@ -57,7 +65,7 @@ class DiskRoute:
 
     def push(self, directory: Path, version: int) -> str:
         call = self._http.call
-        call("POST", f"/pause?mode={self._pause_mode}")
+        call("POST", f"/pause?mode={self.pause_mode}")
         try:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             call("POST", "/collective_rpc", reload)
@@ -77,15 +85,18 @@ class ArenaRoute:
     """This project's publisher: shared memory, verified, all or nothing; each load compares the engine's tensors."""
 
     labels = True
+    pause_modes: Sequence[str] = PAUSE_MODES
 
     def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
         self._url, self._timeout_s = url, timeout_s
+        self.pause_mode = pause_mode
         self._config = {
-            "pause_mode": pause_mode,
             "check_engine": "always",
             "deadlines": {"activate_s": timeout_s, "resume_s": timeout_s},
         }
         self._publisher: Any = None
+        self._pushes_with = ""
+        """Pause mode of the publisher."""
         self._tensors: dict[str, Any] = {}
 
     def check(self) -> None:
@@ -101,23 +112,30 @@ class ArenaRoute:
         self._tensors.clear()
         for file in checkpoint_files(directory):
             self._tensors |= load_file(file)
+        if self._publisher is not None and self._pushes_with != self.pause_mode:
+            self.close()
         if self._publisher is None:
-            self._publisher = WeightPublisher(self._tensors, endpoints=[self._url], config=self._config)
+            config = self._config | {"pause_mode": self.pause_mode}
+            self._publisher = WeightPublisher(self._tensors, endpoints=[self._url], config=config)
+            self._pushes_with = self.pause_mode
         self._publisher.push(version)
         return str(version)
 
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+            self._publisher = None
 
 
 class SGLangArenaRoute(ArenaRoute):
     """The same into SGLang, whose ranks must have our loader."""
 
+    pause_modes: Sequence[str] = tuple(MODES)
+
     def check(self) -> None:
         from ..engines.sglang.orders import LOADER
 
-        if self._config["pause_mode"] == "wait":
+        if self.pause_mode == "wait":
             raise ConfigError("SGLang does not pause when its requests have ended: --pause-mode abort, or keep")
 
         about = HttpServer(self._url, timeout_s=self._timeout_s).call("GET", "/server_info")
@@ -131,9 +149,10 @@ class UpdateRoute:
     """`verl-sync update`: a ParameterServer, and vLLM's routes for weight updates with our engine."""
 
     labels = True
+    pause_modes: Sequence[str] = PAUSE_MODES
 
     def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
-        self._url, self._timeout_s, self._pause_mode = url, timeout_s, pause_mode
+        self._url, self._timeout_s, self.pause_mode = url, timeout_s, pause_mode
 
     def check(self) -> None:
         from ..parameter_server.endpoints import Endpoint
@@ -146,7 +165,7 @@ class UpdateRoute:
         endpoint = Endpoint(self._url, timeout_s=self._timeout_s)
 
         def request(sockets: list[tuple[str, str]]) -> None:
-            endpoint.update(dict(sockets), str(version), pause_mode=self._pause_mode)
+            endpoint.update(dict(sockets), str(version), pause_mode=self.pause_mode)
 
         _through_parameter_server(directory, request, self._timeout_s)
         return str(version)
@@ -160,11 +179,12 @@ class CheckpointEngineRoute:
     vLLM's own pause and resume."""
 
     labels = True
+    pause_modes: Sequence[str] = PAUSE_MODES
 
     def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
         self._disk = DiskRoute(url, timeout_s=timeout_s, pause_mode=pause_mode)
         self._http = HttpServer(url, timeout_s=timeout_s)
-        self._pause_mode, self._timeout_s = pause_mode, timeout_s
+        self.pause_mode, self._timeout_s = pause_mode, timeout_s
 
     def check(self) -> None:
         self._disk.check()
@@ -175,7 +195,7 @@ class CheckpointEngineRoute:
         def request(sockets: list[tuple[str, str]]) -> None:
             request_inference_to_update(f"{self._http.url}/collective_rpc", dict(sockets), self._timeout_s)
 
-        call("POST", f"/pause?mode={self._pause_mode}")
+        call("POST", f"/pause?mode={self.pause_mode}")
         try:
             _through_parameter_server(directory, request, self._timeout_s)
             call("POST", "/reset_prefix_cache?reset_running_requests=true")
@@ -200,10 +220,11 @@ class AdapterRoute:
     server has them."""
 
     labels = False
+    pause_modes: Sequence[str] = ()
 
     def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
         self._http = HttpServer(url, timeout_s=timeout_s)
-        self._pause_mode = pause_mode
+        self.pause_mode = pause_mode
         self.name = f"certify-{secrets.token_hex(4)}"
         """Of the adapter, in requests: no other one of the server."""
         self.is_loaded = False
@@ -217,16 +238,20 @@ class AdapterRoute:
                 raise ConfigError(f"{self._http.url} takes no adapters: {LORA}") from exc
         with suppress(Refused):
             self._http.call("GET", "/is_paused")
-            self._pauses = True
+            self._pauses, self.pause_modes = True, PAUSE_MODES
 
     def push(self, directory: Path, version: int) -> str:
         call = self._http.call
         body = {"lora_name": self.name, "lora_path": str(directory), "load_inplace": True}
         if self._pauses:
-            call("POST", f"/pause?mode={self._pause_mode}")
+            call("POST", f"/pause?mode={self.pause_mode}")
         try:
             call("POST", "/v1/load_lora_adapter", body, is_json=False)
             self.is_loaded = True
+        except Refused as exc:
+            if "LoRA is not enabled" in exc.message:
+                raise ConfigError(f"{self._http.url} takes no adapters: {LORA}") from exc
+            raise
         finally:
             if self._pauses:
                 call("POST", "/resume")
@@ -304,14 +329,14 @@ def route_of(name: str, url: str, *, timeout_s: float, pause_mode: str, sglang: 
 class Pushed:
     """A push on a thread of its own, while requests are in flight. `push` of `route` may raise: `result` raises it."""
 
-    def __init__(self, route: Route, directory: Path, version: int) -> None:
+    def __init__(self, route: Pushing, directory: Path, version: int) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._label = ""
         self._thread = threading.Thread(target=self._run, args=(route, directory, version), daemon=True)
         self._thread.start()
 
-    def _run(self, route: Route, directory: Path, version: int) -> None:
+    def _run(self, route: Pushing, directory: Path, version: int) -> None:
         try:
             self._label = route.push(directory, version)
         except Exception as exc:  # noqa: BLE001 - `result` raises it on the thread that asked

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,23 @@ class Flown:
     is_late: bool = False
 
 
+class Beside:
+    """What an update is tried together with. This one: nothing."""
+
+    in_flight = True
+    """Whether requests are in flight during the update."""
+
+    def before(self, run: Run, step: Step) -> None:
+        """Called before the update. With findings in `step` there is none."""
+
+    def during(self, run: Run) -> AbstractContextManager[object]:
+        """Entered before the update, and left after it."""
+        return nullcontext()
+
+    def after(self, run: Run, step: Step, target: int) -> None:
+        """Called once the server has been compared with version `target`, 0 or 1, of the model."""
+
+
 @dataclass
 class Run:
     """One server, one route, and two versions of its model."""
@@ -73,7 +90,7 @@ class Run:
     def cold(self) -> Step:
         """Look at the server before any update: does it compute with A?"""
         step = Step(name="cold A")
-        found = self._probed()
+        found = self.probed()
         step.tokens = len(found)
         step.deviation = float((found - self.oracle.of_old).abs().max())
         if step.deviation <= self.tolerance:
@@ -85,18 +102,24 @@ class Run:
         """Whether the server started with A. If not (dummy weights), the first update brings A."""
         return self._cold is not None
 
-    def warm(self, to: str, *, in_flight: bool = True, again: bool = False) -> Step:
+    def warm(
+        self, to: str, *, in_flight: bool = True, again: bool = False, name: str = "", beside: Beside | None = None
+    ) -> Step:
         """Update to version `to`, "A" or "B", and compare."""
+        beside = beside or Beside()
         self.version += 1
         target = "AB".index(to)
-        step = Step(name=f"warm {to}" + (" again" if again else ""))
+        step = Step(name=f"{name}, {to}" if name else f"warm {to}" + (" again" if again else ""))
         flown: list[Flown] = []
         self._beside = None
         try:
             self._long = self._fill_cache()
+            beside.before(self, step)
+            if step.findings:
+                return self._kept(step)
             before = self.server.digests()
             began = time.monotonic()
-            with self._requests(flown if in_flight else None):
+            with self._requests(flown if in_flight else None), beside.during(self):
                 push = Pushed(self.route, self.directories[target], self.version)
                 self._last = to, push
                 label = push.result(self.timeout_s)
@@ -117,6 +140,7 @@ class Run:
             return self._kept(step)
         try:
             self._compare(step, target, label, before, flown)
+            beside.after(self, step, target)
         except TransportTimeout as exc:
             step.findings.append(Finding(fault="hung", text=f"after the update: {exc}"))
         except TransportError as exc:
@@ -149,17 +173,27 @@ class Run:
             return Pushed(self.route, self.directories[0], self.version + 1).result(self.timeout_s) is not None
         return False
 
+    def not_tried(self, name: str, why: str) -> Step:
+        return self._kept(Step(name=name, skipped=why))
+
     def _kept(self, step: Step) -> Step:
         self.steps.append(step)
         return step
 
-    def _probed(self) -> LogProbs:
-        return torch.tensor([value for prompt in self.oracle.prompts for value in self.server.log_probs(prompt)])
+    def probed(self, server: Probed | None = None) -> LogProbs:
+        """What the server, or `server`, computes for the probes. Raises what `Probed` does."""
+        asked = server or self.server
+        return torch.tensor([value for prompt in self.oracle.prompts for value in asked.log_probs(prompt)])
+
+    @property
+    def long_prompt(self) -> Sequence[int]:
+        """That the prefix cache knew before the last update."""
+        return self._long
 
     def _compare(self, step: Step, target: int, label: str, before: dict[str, str], flown: list[Flown]) -> None:
         expected = self.oracle.of_new if target else self.oracle.of_old
         model = self.oracle.new if target else self.oracle.old
-        found = self._probed()
+        found = self.probed()
         reported = self.server.label() if self.route.labels else None
         step.tokens += len(found)
         step.deviation = float((found - expected).abs().max())
@@ -175,14 +209,14 @@ class Run:
         known = [self.server.continued(self._long, NUM_TOKENS)] if self._long else []
         if is_new:
             step.tokens += sum(len(answer.tokens) for answer in (*fresh, *known))
-            wrong = [answer for answer in fresh if not self._is_of(answer, model)]
+            wrong = [answer for answer in fresh if not self.is_of(answer, model)]
             if wrong:
                 text = "prompts are read with the new version, but continued with something else"
                 step.findings.append(Finding(fault="stale derived state", text=text, prompt=wrong[0].prompt))
-            elif known and not self._is_of(known[0], model):
+            elif known and not self.is_of(known[0], model):
                 text = f"a prompt of {len(self._long)} tokens that was answered before the update goes on differently"
                 step.findings.append(Finding(fault="stale cache", text=text, prompt=self._long))
-            elif self._beside is not None and not self._is_of(self._beside, model):
+            elif self._beside is not None and not self.is_of(self._beside, model):
                 text = "a request sent after the update, while older ones ran, is not answered by the new version"
                 step.findings.append(Finding(fault="mixed versions", text=text, prompt=self._beside.prompt))
         self._look_at(step, flown, target, label)
@@ -224,7 +258,7 @@ class Run:
             place -= len(prompt) - 1
         return ()
 
-    def _is_of(self, answer: Answer, model: object) -> bool:
+    def is_of(self, answer: Answer, model: object) -> bool:
         return _distance(answer, model) <= self.tolerance
 
     def _fill_cache(self) -> Sequence[int]:
@@ -256,12 +290,18 @@ class Run:
                 step.findings.append(Finding(fault=fault, text=f"a request in flight: {one.error}", prompt=one.prompt))
                 return
             answer = one.answer
-            if answer.aborted or self.pause_mode == "keep":
+            if answer.aborted:
                 continue
             if not answer.tokens:
                 step.findings.append(Finding(fault="lost request", text="an answer without tokens", prompt=one.prompt))
                 return
-            is_new, is_old = self._is_of(answer, new), self._is_of(answer, old)
+            if self.pause_mode == "keep":
+                if not _goes_on(answer, old, new, self.tolerance) and not step.findings:
+                    text = "an answer that was kept during the update goes on from what the previous version computed"
+                    step.findings.append(Finding(fault="stale cache", text=text, prompt=one.prompt))
+                    return
+                continue
+            is_new, is_old = self.is_of(answer, new), self.is_of(answer, old)
             if is_old and not is_new and one.label == label and self.version > 1:
                 text = f"the server reported {label!r} before it answered with the previous version"
                 step.findings.append(Finding(fault="wrong label", text=text, prompt=one.prompt))
@@ -359,6 +399,16 @@ def _switch(answer: Answer, old: object, new: object, tolerance: float) -> int |
     if not of_old[0]:
         return None
     return int((~of_old).nonzero()[0]) if not of_old.all() else None
+
+
+def _goes_on(answer: Answer, old: object, new: object, tolerance: float) -> bool:
+    """Whether an answer is the old version's up to a token, and from there on the new one's."""
+    said = torch.tensor(list(answer.log_probs))
+    if len(said) != len(answer.tokens):
+        return False
+    of_old, of_new = ((_teacher_forced(answer, model) - said).abs() <= tolerance for model in (old, new))
+    until_old = int((~of_old).nonzero()[0]) if not of_old.all() else len(said)
+    return bool(of_new[until_old:].all())
 
 
 def certify(run: Run, tell: Callable[[str], None]) -> Iterator[Step]:

@@ -39,15 +39,16 @@ class _SGLangRoute:
     labels = True
     FLUSHES: ClassVar[bool] = True
     """Whether a load, or its last part, clears the caches."""
+    pause_modes: Sequence[str] = tuple(MODES)
 
     def __init__(self, url: str, *, timeout_s: float, pause_mode: str) -> None:
         self._http = HttpServer(url, timeout_s=timeout_s)
-        self._pause_mode = pause_mode
+        self.pause_mode = pause_mode
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """Resumes after an error, too."""
-        self._http.call("POST", "/pause_generation", {"mode": MODES[self._pause_mode]})
+        self._http.call("POST", "/pause_generation", {"mode": MODES[self.pause_mode]})
         try:
             self._flush()
             yield
@@ -69,6 +70,7 @@ class SGLangDiskRoute(_SGLangRoute):
     """SGLang's own `update_weights_from_disk` of a directory, which the server's host must have. It waits for requests
     itself, unless `pause_mode` has it pause first."""
 
+    pause_modes: Sequence[str] = ("wait", *MODES)
     UPDATE: ClassVar[dict[str, Any]] = {"load_format": "auto"}
     """A server that was started with dummy weights would load dummies again."""
 
@@ -77,7 +79,7 @@ class SGLangDiskRoute(_SGLangRoute):
 
     def push(self, directory: Path, version: int) -> str:
         update = {"model_path": str(directory), "weight_version": str(version)} | self.UPDATE
-        if self._pause_mode not in MODES:
+        if self.pause_mode not in MODES:
             self._http.call("POST", "/update_weights_from_disk", update)
             return str(version)
         with self._paused():
@@ -91,7 +93,7 @@ class _ChunkedRoute(_SGLangRoute, ABC):
 
     def check(self) -> None:
         """Raises ConfigError: an answer of a server that is not paused would go on between two parts."""
-        if self._pause_mode not in MODES:
+        if self.pause_mode not in MODES:
             raise ConfigError("SGLang does not pause when its requests have ended: --pause-mode abort, or keep")
 
     def push(self, directory: Path, version: int) -> str:

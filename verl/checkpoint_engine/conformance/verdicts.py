@@ -82,6 +82,10 @@ class Step:
     in_flight: int = 0
     """Requests that were answered during the update."""
     findings: list[Finding] = field(default_factory=list)
+    skipped: str = ""
+    """Why it was not tried."""
+    note: str = ""
+    """What it could not show, or how much of it there was."""
 
 
 @dataclass(kw_only=True)
@@ -101,8 +105,6 @@ class Cell(Step):
     """The version that the server then reported."""
     next_update: str = ""
     """Whether the update after it worked: yes, no, or empty if it was not tried."""
-    skipped: str = ""
-    """Why it was not tried."""
     remedy: str = ""
     """What the operator had to do, or has to."""
 

@@ -28,6 +28,8 @@ SGLANG = "SGLang "
 """Begins the name of a route of SGLang there."""
 SEEDS = REPOSITORY / "scripts" / "conformance_seeds.json"
 """How each fault that conformance_seeds.py put into a real vLLM was named."""
+ARCHITECTURES = REPOSITORY / "scripts" / "conformance_architectures.json"
+"""The verdict on each architecture that conformance_architectures.py has had vLLM serve in bfloat16."""
 VERSIONS = REPOSITORY / "scripts" / "conformance_versions.json"
 """What came of servers of each version of vLLM, as conformance_matrix.py writes it."""
 CANNOT = {
@@ -366,6 +368,27 @@ def seeds() -> str:
     return "\n".join([*lines, *(f"| {what} | {', '.join(names)} |" for what, names in by_class.items())]) + "\n"
 
 
+def false_alarms() -> str:
+    """A paragraph of ARCHITECTURES."""
+    run = json.loads(ARCHITECTURES.read_text())
+    by_verdict: dict[str, list[str]] = {}
+    for name, found in run["found"].items():
+        by_verdict.setdefault(found["verdict"], []).append(name)
+    experts, served = by_verdict.pop("has experts", []), sum(map(len, by_verdict.values()))
+    certified = [run["found"][name]["largest"] for name in by_verdict.get("certified", [])]
+    lines = [
+        f"False alarms in bfloat16 (`python scripts/conformance_architectures.py`, {run['date']}). vLLM {run['vllm']} "
+        f"loads {run['of']} of the tiny models of [Models](models.md) that are for text alone. Of these {len(experts)} "
+        "are refused by name in bfloat16: they have experts, and a rounding chooses others. "
+        f"{served} more were served, with random weights, and updated over `arena`, which compares every tensor. "
+        f"The largest difference of a log-prob in those that are certified is {max(certified):.2g} nats.",
+        "",
+        "| verdict | architectures |",
+        "|---|---|",
+    ]
+    return "\n".join([*lines, *(f"| {what} | {', '.join(names)} |" for what, names in by_verdict.items())]) + "\n"
+
+
 def contract() -> str:
     lines = [f"| {name} | {text} |" for name, text in PROMISES.items()]
     lines += ["", "| fault | what | phases |", "|---|---|---|"]
@@ -435,7 +458,7 @@ def rendered() -> str:
     lines += [
         f"| {what} | {_link(thread)} | {instead} | `{name}` |" for what, (thread, instead, _, name) in CANNOT.items()
     ]
-    parts = [HEAD + "\n".join(versions()), "", seeds() + CLASSES + "\n".join(lines), contract()]
+    parts = [HEAD + "\n".join(versions()), "", seeds() + "\n" + false_alarms() + CLASSES + "\n".join(lines), contract()]
     return "\n".join(parts) + FOUND + FOUND_IN_SGLANG
 
 

@@ -267,6 +267,14 @@ def test_a_failure_or_a_lie_of_the_server_is_the_samples_alone(unruly, path, ans
     assert (output.reward_score, output.numbers["agent_failed"]) == (0.0, 1.0)
 
 
+def test_a_server_that_does_not_score_a_conversation_without_room_is_named(unruly):
+    url, answers, _ = unruly
+    answers["/verify"] = (500, b"boom")
+    room = len(TOKENIZER.encode(calling("go"))) + 5
+    with pytest.raises(AgentCodeError, match="the environment failed in verify: 500: boom"):
+        asyncio.run(played(url, ROW, calling("go"), room=room, on_failure="raise"))
+
+
 @pytest.mark.parametrize("path", ["go", "verify"])
 def test_a_server_that_hangs_ends_the_sample_at_its_deadline(unruly, path):
     url, answers, _ = unruly
@@ -327,6 +335,14 @@ def test_rows_that_cannot_be_kept_to_are_refused_with_their_line(tmp_path, param
     assert main(["prepare", "nemo_gym", "--from", str(path), "--to", str(tmp_path / "out.jsonl")]) == 2
     assert re.search(f"{path}: line 2 .*{said}", capsys.readouterr().err)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(("content", "said"), [(b"PAR1\xff", "has no rows in JSON"), (b"\n", "has no rows")])
+def test_a_file_without_rows_is_refused(tmp_path, content, said, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    assert main(["prepare", "nemo_gym", "--from", str(path), "--to", str(tmp_path / "out.jsonl")]) == 2
+    assert f"{path} {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

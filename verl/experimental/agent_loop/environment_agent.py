@@ -26,14 +26,16 @@ AGAIN_S = 0.5
 
 
 class EnvironmentAgentLoop(OpenAIAgentLoop):
-    """`_work` of its subclasses returns {score, metrics}: a number, and numbers by name. A conversation that fails has
-    the reward 0, and counts in `agent_loop/agent_failed`."""
+    """`_work` of its subclasses returns {score, metrics}: a number, and numbers by name; or the error of an environment
+    that does not score. A conversation that fails has the reward 0, and counts in `agent_loop/agent_failed`."""
 
     rewards = True
 
     def _scored(self, output: AgentLoopOutput, result: Any) -> AgentLoopOutput:
         if result is None:
             raise AgentCodeError("the environment gave no reward: its conversation has no room left")
+        if isinstance(result, AgentCodeError):
+            raise result
         metrics = {f"environment/{name}": value for name, value in result["metrics"].items()}
         return replace(super()._scored(output, result["score"]), metrics={**output.numbers, **metrics})
 

@@ -58,17 +58,21 @@ class NemoGymAgentLoop(EnvironmentAgentLoop):
     def check_options(cls, where: str, **options: Any) -> None:
         check_server_options(where, options, schemes=SCHEMES)
 
-    async def _work(self, access: ModelAccess, sample: Mapping[str, Any]) -> dict[str, Any]:
+    async def _work(self, access: ModelAccess, sample: Mapping[str, Any]) -> dict[str, Any] | AgentCodeError:
         row = _row(sample)
         timeout = aiohttp.ClientTimeout(total=None)  # the sample has one
         async with aiohttp.ClientSession(timeout=timeout) as policy, _Server(self.url) as server:
             await self._seed(server, row)
             output, metrics, is_whole = await self._conversation(policy, access, server, row)
             response = response_of(row[PARAMS], output, access.model, is_whole=is_whole)
-            found = await server.json("verify", {**row, "response": response})
+            try:
+                found = await server.json("verify", {**row, "response": response})
+                score = finite(found.get("reward"))
+            except AgentCodeError as exc:  # what is raised after a conversation without room is put down to that
+                return exc
         numbers = {name: as_float(value) for name, value in found.items() if name not in (*row, "reward", "response")}
         told = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
-        return {"score": finite(found.get("reward")), "metrics": told | metrics}
+        return {"score": score, "metrics": told | metrics}
 
     async def _seed(self, server: _Server, row: Mapping[str, Any]) -> None:
         """Waits for `connect_s` for a server that does not answer. Raises AgentSetupError if there is none."""

@@ -90,7 +90,11 @@ def response_of(params: Mapping[str, Any], output: Sequence[Any], model: str, *,
 def nemo_gym_samples(path: Path, split: str, agent: str) -> list[dict[str, Any]]:
     """In verl's schema, of a file of rows; `agent` is the name of their agent loop. Raises ConfigError."""
     samples: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
+    try:
+        lines = path.read_text("utf-8").split("\n")
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} has no rows in JSON: {exc}") from exc
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from verl.checkpoint_engine.support.signals import end_when_told, end_within
+from verl.checkpoint_engine.support.signals import end_when_told, end_within, why_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults:
     `loop` is the "module:Class" of the trainer's loop, whose run `--check` plans.
     """
     end_when_told()
-    end_within(ENDS_WITHIN_S, partial(_end, INTERRUPTED, "stopped"))
+    end_within(ENDS_WITHIN_S, partial(_end_interrupted, "stopped"))
     try:
         from verl.trainer.config.cli import run_hydra  # here, since a Ctrl-C may come this early
 
@@ -60,13 +60,20 @@ def run(trainer: Callable[[PPOConfig], None], *, loop: str = HYBRID, **defaults:
         known = _known_good if loop == HYBRID else None
         run_hydra(trainer, adapt=adapt, check=partial(check_ppo, loop=loop), known=known, **defaults)
     except KeyboardInterrupt as exc:
-        _end(INTERRUPTED, f"stopped{exc}")
+        _end_interrupted(f"stopped{exc}")
     except RuntimeError as exc:
         from verl.trainer.fleet.ray_watch import RayLost
 
         if not isinstance(exc, RayLost):
             raise
         _end(FAILURE, f"error: {exc}")
+
+
+def _end_interrupted(words: str) -> NoReturn:
+    """Without Ray's processes calls of it may hang: then nothing raises what has become of them in time."""
+    if why := why_interrupted():
+        _end(FAILURE, f"error: {why}")
+    _end(INTERRUPTED, words)
 
 
 def _end(code: int, words: str) -> NoReturn:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from verl.checkpoint_engine.support import signals
 from verl.checkpoint_engine.support.signals import end_when_told, ending_at_once, uninterrupted
 
 
@@ -179,3 +180,11 @@ print(os.waitstatus_to_exitcode(status))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "3\n"
+
+
+def test_a_process_that_interrupts_itself_knows_why(monkeypatch):
+    monkeypatch.setattr(signals, "_why_interrupted", "")
+    with pytest.raises(KeyboardInterrupt):
+        signals.interrupt_main_thread("Ray is gone")
+        time.sleep(60)
+    assert signals.why_interrupted() == "Ray is gone"

@@ -17,6 +17,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 REPEAT_S = 0.1
+_why_interrupted = ""
 
 
 def end_when_told() -> None:
@@ -49,12 +50,19 @@ def end_within(seconds: float, end: Callable[[], NoReturn]) -> None:
     threading.Thread(target=wait, name="ends-within", daemon=True).start()
 
 
-def interrupt_main_thread() -> None:
+def interrupt_main_thread(why: str) -> None:
     """Interrupt the main thread from another thread, as Ctrl-C does. If the process ignores Ctrl-C, this works after
-    `end_when_told`. Does nothing during `uninterrupted`."""
+    `end_when_told`. Does nothing during `uninterrupted`. `why_interrupted` returns `why` from now on."""
+    global _why_interrupted
+    _why_interrupted = why
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     number = signal.SIGTERM if ignored and signal.getsignal(signal.SIGTERM) is _as_ctrl_c else signal.SIGINT
     signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def why_interrupted() -> str:
+    """Why this process has interrupted itself; empty if it has not."""
+    return _why_interrupted
 
 
 def _as_ctrl_c(_signal: int, _frame: FrameType | None) -> None:

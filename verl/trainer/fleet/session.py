@@ -255,7 +255,7 @@ class RaySession:
 
     def _lose(self, what: str) -> None:
         self.lost = RayLost(what)
-        interrupt_main_thread()
+        interrupt_main_thread(str(self.lost))
         self._end_in_time()
 
     def _end_in_time(self) -> None:

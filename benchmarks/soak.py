@@ -5,8 +5,9 @@
 
 A fault comes some seconds after the run has completed the step that follows the one before. The seed decides whom it
 hits, how, and when. A run that ends is told as not survived, and another one begins; so it does after Ray's own
-processes were hit, of which a run without raylet has to end within 20 s and to say so. Whatever is given at the end
-overrides keys of the run, as on its command line.
+processes were hit, of which a run without raylet has to end within 20 s and to say so. If the driver may be hit, runs
+are `--supervised`, with a checkpoint of each step; a run whose raylet is gone then goes on, too. Whatever is given at
+the end overrides keys of the run, as on its command line.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ MOST_WAIT_S = 3.0
 """From a completed step to the next fault."""
 STOPPED = 0.15
 """Share of the faults that stop a process instead of killing it, where that is found by its silence within seconds."""
+DRIVER = "driver"
 VICTIMS = {
+    DRIVER: (DRIVER, False),
     "trainer rank": (r"ray::(ActorRollo|trainer\.)", True),
     "keeper of states": ("ray::StateKeeper", False),
     "rollouter": ("ray::Rollouter", True),
@@ -93,6 +96,8 @@ QUICK = (
     "checkpoint_engine.deadlines.commit_s=10",
 )
 GOES_ON = re.compile(r"the trainer goes on after step (\d+), from")
+"""Not after a driver's death, which undoes the step whose checkpoint was being written."""
+SUPERVISED = ("--supervised", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1")
 
 
 COLUMNS = {
@@ -171,8 +176,9 @@ class Tally:
 class Run:
     """A context manager; leaving it ends the run."""
 
-    def __init__(self, directory: Path, mode: str, overrides: Sequence[str]) -> None:
+    def __init__(self, directory: Path, mode: str, overrides: Sequence[str], *, supervised: bool = False) -> None:
         self.directory, self._metrics = directory, directory / "out/metrics.jsonl"
+        self.supervised = supervised
         self.tokens = directory / "tokens"
         self.tokens.mkdir(parents=True)
         model = make_tiny_model(directory / "model")
@@ -183,8 +189,9 @@ class Run:
             f"actor_rollout_ref.rollout.engine_kwargs.counted.directory={self.tokens}",
         ]
         with (directory / "log").open("w") as log:
-            self.driver = subprocess.Popen(
-                [sys.executable, "-m", MODES[mode], *arguments, *QUICK, *overrides],
+            supervision = SUPERVISED if supervised else ()
+            self.command = subprocess.Popen(
+                [sys.executable, "-m", MODES[mode], *arguments, *QUICK, *supervision, *overrides],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -210,7 +217,7 @@ class Run:
         """Wait for one more step. Whether it came."""
         steps, deadline = self.steps(), time.monotonic() + timeout_s
         while self.steps() <= steps:
-            if self.driver.poll() is not None or time.monotonic() > deadline:
+            if self.command.poll() is not None or time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
         return True
@@ -218,30 +225,31 @@ class Run:
     def ends_by_itself(self, timeout_s: float) -> bool:
         """Wait for that. Whether it ends in time, with its reason."""
         try:
-            return self.driver.wait(timeout_s) == 1 and ENDS.search(self.log) is not None
+            return self.command.wait(timeout_s) == 1 and ENDS.search(self.log) is not None
         except subprocess.TimeoutExpired:
             return False
 
     def processes(self) -> dict[int, str]:
-        """Titles of what the driver has started."""
+        """Titles of what the command has started."""
         found = {}
         with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.driver.pid).children(recursive=True):
+            for process in psutil.Process(self.command.pid).children(recursive=True):
                 with suppress(psutil.Error):  # it has just ended
-                    found[process.pid] = " ".join(process.cmdline())
+                    is_driver = self.supervised and process.ppid() == self.command.pid
+                    found[process.pid] = DRIVER if is_driver else " ".join(process.cmdline())
                     self._seen[process.pid] = process.create_time()
         return found
 
     def end(self) -> list[str]:
         """As Ctrl-C does; what is left afterwards."""
         self.processes()
-        if self.driver.poll() is None:
-            self.driver.send_signal(signal.SIGINT)
+        if self.command.poll() is None:
+            self.command.send_signal(signal.SIGINT)
             try:
-                self.driver.wait(ENDS_WITHIN_S)
+                self.command.wait(ENDS_WITHIN_S)
             except subprocess.TimeoutExpired:
-                self.driver.kill()
-                self.driver.wait()
+                self.command.kill()
+                self.command.wait()
         deadline = time.monotonic() + ENDS_WITHIN_S
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -262,7 +270,8 @@ class Run:
         return alive
 
     def _left(self) -> list[str]:
-        memory = [str(path) for path in envs.shm_dir().glob(f"verl-{self.driver.pid}-*")]
+        drivers = {self.command.pid, *self._seen}
+        memory = [str(path) for pid in drivers for path in envs.shm_dir().glob(f"verl-{pid}-*")]
         return [f"process {pid}" for pid in self._alive()] + memory
 
     def __enter__(self) -> Run:
@@ -305,7 +314,7 @@ def soak(run: Run, until_s: float, chance: random.Random, tally: Tally, kinds: C
             continue
         (what, step), began_s, told = fault, time.monotonic(), len(run.log)
         tally.faults.append((what, None))
-        if what.startswith("raylet"):
+        if what.startswith("raylet") and not run.supervised:
             if not run.ends_by_itself(SAID_WITHIN_S):
                 return False
             tally.faults[-1] = what, time.monotonic() - began_s
@@ -361,7 +370,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         number = 0
         while time.monotonic() < until_s:
             number += 1
-            with Run(Path(root) / str(number), settings.mode, settings.overrides) as run:
+            supervised = DRIVER in settings.only
+            with Run(Path(root) / str(number), settings.mode, settings.overrides, supervised=supervised) as run:
                 lives = soak(run, until_s, chance, tally, settings.only)
                 tally.leaks += run.end()
                 account(run, tally)

@@ -105,6 +105,25 @@ def test_the_seed_decides_who_is_hit_and_processes_of_other_kinds_are_left_alone
             process.wait()
 
 
+@pytest.fixture
+def run(tmp_path):
+    """Without its command."""
+    run = object.__new__(soak.Run)
+    run.directory, run.supervised, run._seen = tmp_path, True, {}
+    return run
+
+
+def test_the_driver_is_what_a_supervised_command_has_started(run):
+    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    run.command = subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with run.command:
+        run.command.stdout.readline()
+        assert list(run.processes().values()) == [soak.DRIVER]
+        run.supervised = False
+        assert soak.DRIVER not in run.processes().values()
+        run.command.stdin.close()
+
+
 @pytest.mark.parametrize(
     ("code", "words", "survives"),
     [
@@ -113,11 +132,9 @@ def test_the_seed_decides_who_is_hit_and_processes_of_other_kinds_are_left_alone
         (130, "error: the raylet of this host (pid 7) is gone: it is", False),
     ],
 )
-def test_a_run_without_raylet_has_to_end_with_its_reason(tmp_path, code, words, survives):
-    run = object.__new__(soak.Run)
-    run.directory = tmp_path
+def test_a_run_without_raylet_has_to_end_with_its_reason(run, tmp_path, code, words, survives):
     (tmp_path / "log").write_text(f"step 1\n{words}\n")
-    run.driver = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+    run.command = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
     assert run.ends_by_itself(60.0) is survives
 
 

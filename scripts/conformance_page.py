@@ -78,6 +78,10 @@ without users: it gets other weights, and at the end, also after Ctrl-C, those o
 `arena` and `update` need our plugin beside vLLM, and `--weight-transfer-config '{"backend": "verl_arena"}'`
 (verl-sync-engine: `verl_sync_arena`).
 
+`verl-sync certify --engine vllm --model DIR` (or `sglang`) starts such a server itself, on a free port and with the
+flags that `--route` (default `arena`) needs, certifies it, and ends it, also after Ctrl-C and SIGTERM. What follows
+`--` goes to the server: `-- --enforce-eager`.
+
 SGLang is recognised by its answers. It needs a flag for `arena` alone: `--custom-weight-loader
 verl.checkpoint_engine.engines.sglang.loader.load`. Each route but `disk` needs `--pause-mode abort` or `keep` (pytest:
 `--weight-update-pause-mode`). SGLang 0.5.23 was certified over all four (`qwen3`, float32, CPU), and 16 faults seeded

@@ -3,6 +3,7 @@
     python -m verl.checkpoint_engine.certify --model DIR
     python -m verl.checkpoint_engine.certify --model DIR --server URL --route disk
     python -m verl.checkpoint_engine.certify --model DIR --server URL --route disk --faults
+    python -m verl.checkpoint_engine.certify --model DIR --engine vllm
 
 The first form: a real engine starts from dummy weights and gets three versions through the checkpoint engine: the
 model's, another one, and the model's again. After each the program compares every tensor of vLLM with vLLM's own load
@@ -13,6 +14,8 @@ The second form certifies a running server that serves the model, by log-probs a
 versions. The server gets a changed version, the model, and both again, with requests in flight. On its host it must be
 able to read the temporary directory. With --level full updates follow after each level of sleep, while clients leave,
 in each other pause mode, and with an adapter on top. What the server cannot do is reported as not tried.
+
+With --engine certify starts that server itself, for this run alone, with the flags that the route needs.
 
 The third form has updates fail, one fault after another, and reports in which state each leaves the server, and which
 promises of the recovery contract (docs/conformance.md) that breaks.
@@ -36,6 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import CheckpointEngineConfig
+from .conformance.command_line import add_options, certify_server
 from .errors import BackendUnavailable, CheckpointEngineError, ConfigError
 from .memory.janitor import scratch_directory
 from .parameter_server.checkpoint_directory import checkpoint_files
@@ -324,44 +328,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", default="naive", metavar="B", help="of the checkpoint engine (default naive)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
-    served = parser.add_argument_group("a running server")
-    served.add_argument("--server", metavar="URL", help="certify this server of vLLM or SGLang instead of starting one")
-    served.add_argument(
-        "--route",
-        metavar="R",
-        help="how versions reach it: arena, disk; vLLM: update, checkpoint_engine, lora; SGLang: tensor, distributed",
-    )
-    served.add_argument(
-        "--pause-mode", choices=("wait", "abort", "keep"), default="wait", help="of requests in flight (default wait)"
-    )
-    served.add_argument(
-        "--level",
-        choices=("quick", "full"),
-        help="quick (default): four updates with requests in flight; full: then one after each level of sleep, while "
-        "clients leave, in each other pause mode, and with an adapter on top, as far as the server has them",
-    )
-    served.add_argument("--timeout-seconds", type=float, default=300.0, metavar="S", help="of each call (default 300)")
-    served.add_argument(
-        "--faults",
-        nargs="*",
-        metavar="NAME",
-        help="have updates fail, by these faults or by all, in every phase: does the server keep the contract",
-    )
-    served.add_argument(
-        "--deadline-seconds",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="of --faults: in which an update ends, and the server then serves or refuses (default 20)",
-    )
-    served.add_argument(
-        "--worker-pid",
-        type=int,
-        metavar="PID",
-        help="of --faults: stop and, at the end, kill this process of the server, which you then restart",
-    )
-    served.add_argument("--html", type=Path, metavar="FILE", help="write a report for people there")
-    served.add_argument("--junit", type=Path, metavar="FILE", help="write a report for CI there")
+    add_options(parser)
     return parser
 
 
@@ -376,7 +343,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     constructor. The janitors then remove their shared memory and files. A running server first gets its version back.
     """
     options = _parser(program).parse_args(arguments)
-    if options.server is not None:
+    if options.server is not None or options.engine is not None:
         try:
             return _main(options)
         except KeyboardInterrupt:
@@ -399,11 +366,13 @@ def _main(options: argparse.Namespace) -> int:
         for flag in ("json", "html", "junit"):
             if (path := getattr(options, flag)) is not None and (why := why_not_written(path)):
                 raise ConfigError(f"--{flag} {path}: {why}")
-        if options.server is not None:
-            return _certify_server(options)
-        for flag in ("route", "level", "faults", "worker_pid", "html", "junit"):
+        if options.server is not None or options.engine is not None:
+            return certify_server(options)
+        for flag in ("route", "level", "pause_mode", "faults", "worker_pid", "html", "junit"):
             if getattr(options, flag) is not None:
                 raise ConfigError(f"--{flag.replace('_', '-')} is of a running server: name it with --server URL")
+        if options.flags:
+            raise ConfigError(f"{' '.join(options.flags)}: flags after -- are of a server that --engine starts")
         with scratch_directory() as scratch:
             certificate = certify(
                 options.model.expanduser().absolute(),
@@ -419,41 +388,6 @@ def _main(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(asdict(certificate) | {"passed": certificate.passed}, indent=2) + "\n")
     sys.stdout.write(table(certificate) + "\n")
     return 0 if certificate.passed else 1
-
-
-def _certify_server(options: argparse.Namespace) -> int:
-    """Raises ConfigError, OSError."""
-    from .conformance.command import Options
-    from .conformance.command import main as certify_server
-
-    if options.route is None:
-        raise ConfigError(
-            "--server needs --route R: arena, disk; vLLM: update, checkpoint_engine, lora; SGLang: tensor, distributed"
-        )
-    if options.timeout_seconds <= 0:
-        raise ConfigError(f"--timeout-seconds must be more than 0, not {options.timeout_seconds:g}")
-    if options.deadline_seconds <= 0:
-        raise ConfigError(f"--deadline-seconds must be more than 0, not {options.deadline_seconds:g}")
-    if options.tensor_parallel_size != 1 or options.backend != "naive":
-        raise ConfigError("--tensor-parallel-size and --backend are of an engine that certify starts, not of --server")
-    if options.worker_pid is not None and options.faults is None:
-        raise ConfigError("--worker-pid is of --faults")
-    model = options.model.expanduser().absolute()
-    read_checkpoint(checkpoint_files(model))
-    asked = Options(
-        server=options.server,
-        model=model,
-        route=options.route,
-        dtype=options.dtype,
-        pause_mode=options.pause_mode,
-        level=options.level or "quick",
-        timeout_s=options.timeout_seconds,
-        faults=options.faults,
-        deadline_s=options.deadline_seconds,
-        worker_pid=options.worker_pid,
-    )
-    with scratch_directory() as scratch:
-        return certify_server(asked, scratch, html=options.html, junit=options.junit, answer=options.json)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ class Options:
     """Of faults: in which a pusher ends, and then the server serves or refuses."""
     worker_pid: int | None = None
     """The server's process that faults may stop and kill."""
+    is_ours: bool = False
+    """Whether the server ends with the run: it needs no version back."""
 
 
 def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> Report:
@@ -117,7 +119,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         for step in steps:
             tell(told(step))
     except BaseException:
-        if whole.may_have_b:
+        if whole.may_have_b and not options.is_ours:
             tell("broken off: bringing the server's own version back")
             if not whole.bring_back():
                 tell(whole.remains(options.model))

@@ -68,6 +68,14 @@ def vocabulary(directory: Path) -> int:
     return size
 
 
+def longest_context(directory: Path) -> int:
+    """The most tokens that the model was made for."""
+    from transformers import AutoConfig
+
+    longest: int = AutoConfig.from_pretrained(directory).get_text_config().max_position_embeddings
+    return longest
+
+
 def configured_dtype(directory: Path) -> str:
     from transformers import AutoConfig
 

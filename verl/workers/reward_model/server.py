@@ -54,7 +54,13 @@ class RewardModelServer:
 
     def _begun(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         module = ENGINES[self._spec.config.name].module
-        command = [sys.executable, "-m", "verl.workers.reward_model.process", module, *self._spec.arguments()]
+        command = [
+            sys.executable,
+            "-m",
+            "verl.checkpoint_engine.support.server_process",
+            module,
+            *self._spec.arguments(),
+        ]
         with self._spec.log.open("wb") as log:
             return subprocess.Popen(
                 [*command, "--host", self._host, "--port", str(self._port)],

@@ -1,4 +1,4 @@
-"""The process of one engine: it runs the server of its first argument, and ends with its parent process."""
+"""The process of an engine's server: it runs the module of its first argument, and ends with its parent process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from verl.checkpoint_engine.support.lifetime import end_with
+from .lifetime import end_with
 
 
 def main() -> None:

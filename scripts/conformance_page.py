@@ -375,17 +375,21 @@ def seeds() -> str:
 def false_alarms() -> str:
     """A paragraph of ARCHITECTURES."""
     run = json.loads(ARCHITECTURES.read_text())
+    found = run["found"]
     by_verdict: dict[str, list[str]] = {}
-    for name, found in run["found"].items():
-        by_verdict.setdefault(found["verdict"], []).append(name)
+    for name, one in found.items():
+        far = f"{name} ({one['cold']:.2g} nats)" if "cold" in one else name
+        by_verdict.setdefault(one["verdict"], []).append(far)
     experts, served = by_verdict.pop("has experts", []), sum(map(len, by_verdict.values()))
-    certified = [run["found"][name]["largest"] for name in by_verdict.get("certified", [])]
+    largest = max(found[name]["largest"] for name in by_verdict.get("certified", []))
     lines = [
         f"False alarms in bfloat16 (`python scripts/conformance_architectures.py`, {run['date']}). vLLM {run['vllm']} "
         f"loads {run['of']} of the tiny models of [Models](models.md) that are for text alone. Of these {len(experts)} "
         "are refused by name in bfloat16: they have experts, and a rounding chooses others. "
         f"{served} more were served, with random weights, and updated over `arena`, which compares every tensor. "
-        f"The largest difference of a log-prob in those that are certified is {max(certified):.2g} nats.",
+        f"The largest difference of a log-prob in those that are certified is {largest:.2g} nats. A false alarm is one "
+        "where a server that starts with the version is as far from transformers: vLLM then computes something else "
+        "than transformers, and no update is at fault.",
         "",
         "| verdict | architectures |",
         "|---|---|",

@@ -31,9 +31,9 @@ from tests.models.architectures import ARCHITECTURES, write_checkpoint  # noqa: 
 from tests.models.configurations import WRAPPERS  # noqa: E402
 from tests.warm_workers import WarmWorkers, warm_base, warm_workers  # noqa: E402
 from verl.checkpoint_engine.conformance.command import Options, prompts_of, run  # noqa: E402
-from verl.checkpoint_engine.conformance.oracle import changed_version, has_experts, vocabulary  # noqa: E402
+from verl.checkpoint_engine.conformance.oracle import changed_version, has_experts, log_probs, vocabulary  # noqa: E402
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM  # noqa: E402
-from verl.checkpoint_engine.conformance.sequence import PROBE_TOKENS, TOLERANCES  # noqa: E402
+from verl.checkpoint_engine.conformance.sequence import FLIGHT_TOKENS, PROBE_TOKENS, SHORT_TOKENS, TOLERANCES  # noqa: E402
 from verl.checkpoint_engine.errors import CheckpointEngineError  # noqa: E402
 
 FOUND = REPOSITORY / "scripts" / "conformance_architectures.json"
@@ -42,6 +42,7 @@ LOADED = REPOSITORY / "tests" / "models" / "results" / "vllm.json"
 DTYPE = "bfloat16"
 ANSWERS_WITHIN_S = 60.0
 CERTIFIED, EXPERTS, FALSE_ALARM, REAL = "certified", "has experts", "false alarm", "real fault"
+ENDED = "the engine ended"
 
 
 def candidates() -> list[str]:
@@ -70,25 +71,35 @@ def tried(name: str, scratch: Path, warm: WarmWorkers) -> dict[str, object]:
         with served(model, scratch, warm) as url:
             options = Options(server=url, model=model, route="arena", timeout_s=ANSWERS_WITHIN_S)
             report = run(options, scratch, lambda _: None)
-    except (AssertionError, CheckpointEngineError) as exc:
-        return {"verdict": "not tried", "why": str(exc)[-2000:]}
+    except AssertionError as exc:
+        return {"verdict": "does not start", "why": str(exc)[-2000:]}
+    except CheckpointEngineError as exc:
+        return {"verdict": ENDED, "why": str(exc)}
     found: dict[str, object] = {"largest": round(max(step.deviation for step in report.steps), 4)}
     if report.passed:
         return found | {"verdict": CERTIFIED}
     found["findings"] = [f"{step.name}: {one.fault}: {one.text}" for step in report.steps for one in step.findings]
+    if any(one.fault == "refused" for one in report.findings):
+        return found | {"verdict": ENDED}
     cold = distance_of_cold_start(model, scratch, warm)
     return found | {"cold": round(cold, 4), "verdict": FALSE_ALARM if cold > TOLERANCES[DTYPE] else REAL}
 
 
 def distance_of_cold_start(model: Path, scratch: Path, warm: WarmWorkers) -> float:
-    """The largest difference, in nats, between the oracle and a server that starts with the second version."""
+    """The largest difference, in nats, between the oracle and a server that starts with the second version: of prompts,
+    and of answers as long as those in flight."""
     prompts = prompts_of(vocabulary(model), PROBE_TOKENS)
     second = scratch / "second"
     oracle, _ = changed_version(model, second, prompts, DTYPE, TOLERANCES[DTYPE], lambda _: None)
     with served(second, scratch, warm) as url:
         server = ProbedVLLM(url, timeout_s=ANSWERS_WITHIN_S)
         found = torch.tensor([value for prompt in prompts for value in server.log_probs(prompt)])
-    return float((found - oracle.of_new).abs().max())
+        answers = [server.continued(prompt[:SHORT_TOKENS], FLIGHT_TOKENS) for prompt in prompts]
+    away = [float((found - oracle.of_new).abs().max())]
+    for answer in answers:
+        expected = log_probs(oracle.new, [[*answer.prompt, *answer.tokens]])[len(answer.prompt) - 1 :]
+        away.append(float((expected - torch.tensor(answer.log_probs)).abs().max()))
+    return max(away)
 
 
 def main() -> int:

@@ -260,6 +260,24 @@ def test_pytest_says_in_a_line_why_a_server_cannot_be_tried(bench, tmp_path):
     assert "belong together: server alone is given" in result.stderr
 
 
+@pytest.mark.parametrize("started", ["with A", "with dummies"])
+def test_a_server_that_computes_otherwise_than_transformers_is_no_fault_of_an_update(started, bench, capsys):
+    """Before any update it does so with the same weights. With dummies nobody can know that."""
+    with slow_engine(bench.directory) as (engine, url):
+        engine.model.model.rotary_emb.inv_freq.mul_(1.5)
+        if started == "with dummies":
+            engine.model.lm_head.weight.data.zero_()
+        code = main(["--server", url, "--model", str(bench.directory), "--route", "disk", "--dtype", "float32"])
+        assert engine.model.state_dict()[Q].equal(bench.oracle.old.state_dict()[Q])
+    said = capsys.readouterr()
+    if started == "with A":
+        assert code == 2
+        assert "the server computes otherwise than transformers" in said.err
+    else:
+        assert code == 1
+        assert "wrongly loaded" in said.out
+
+
 def test_a_run_that_breaks_off_leaves_the_server_with_its_own_version(bench, engine, served, monkeypatch, capsys):
     def interrupted(*_):
         assert engine._label == "1"  # B

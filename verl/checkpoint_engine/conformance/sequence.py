@@ -85,6 +85,10 @@ class Run:
     _beside: Answer | None = None
     """To a request that was sent when the last update had been answered, beside older requests."""
     _cold: LogProbs | None = None
+    _started: LogProbs | None = None
+    """What the server computed before any update, if that is not A."""
+    _found: dict[int, LogProbs] = field(default_factory=dict)
+    """What it computed last with each version."""
     _long: Sequence[int] = ()
 
     def cold(self) -> Step:
@@ -95,7 +99,23 @@ class Run:
         step.deviation = float((found - self.oracle.of_old).abs().max())
         if step.deviation <= self.tolerance:
             self._cold = found
+        else:
+            self._started = found
         return self._kept(step)
+
+    def require_agreement(self) -> None:
+        """Raises ConfigError for a server that had A from the start, but computes otherwise with it than the oracle:
+        A changes nothing, and B does. Called when both have been brought."""
+        if self._started is None or len(self._found) < 2:
+            return
+        to_a, to_b = (float((self._found[target] - self._started).abs().max()) for target in (0, 1))
+        if to_a <= self.tolerance < to_b:
+            away = float((self._started - self.oracle.of_old).abs().max())
+            raise ConfigError(
+                f"the server computes otherwise than transformers: {away:.3g} nats away with the model that it was "
+                f"started with, and as far after the same weights came again, where {self.tolerance:g} are let pass. "
+                "What an update leaves out would not show. Compare the two with `verl-sync mismatch`"
+            )
 
     @property
     def is_cold_a(self) -> bool:
@@ -193,7 +213,7 @@ class Run:
     def _compare(self, step: Step, target: int, label: str, before: dict[str, str], flown: list[Flown]) -> None:
         expected = self.oracle.of_new if target else self.oracle.of_old
         model = self.oracle.new if target else self.oracle.old
-        found = self.probed()
+        found = self._found[target] = self.probed()
         reported = self.server.label() if self.route.labels else None
         step.tokens += len(found)
         step.deviation = float((found - expected).abs().max())
@@ -412,13 +432,14 @@ def _goes_on(answer: Answer, old: object, new: object, tolerance: float) -> bool
 
 
 def certify(run: Run, tell: Callable[[str], None]) -> Iterator[Step]:
-    """Every step of a run, as it ends."""
+    """Every step of a run, as it ends. Raises ConfigError if the server cannot be compared with the oracle."""
     step = run.cold()
     yield step
     if not run.is_cold_a:
         tell(f"{run.not_cold_a(step)}: A is brought first")
         yield run.warm("A", in_flight=False)
     yield run.warm("B")
+    run.require_agreement()
     yield run.warm("A")
     yield run.warm("B", again=True)
     yield run.warm("A", again=True)

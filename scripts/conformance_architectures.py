@@ -34,7 +34,7 @@ from verl.checkpoint_engine.conformance.command import Options, prompts_of, run 
 from verl.checkpoint_engine.conformance.oracle import changed_version, has_experts, log_probs, vocabulary  # noqa: E402
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM  # noqa: E402
 from verl.checkpoint_engine.conformance.sequence import FLIGHT_TOKENS, PROBE_TOKENS, SHORT_TOKENS, TOLERANCES  # noqa: E402
-from verl.checkpoint_engine.errors import CheckpointEngineError  # noqa: E402
+from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError  # noqa: E402
 
 FOUND = REPOSITORY / "scripts" / "conformance_architectures.json"
 LOADED = REPOSITORY / "tests" / "models" / "results" / "vllm.json"
@@ -42,7 +42,7 @@ LOADED = REPOSITORY / "tests" / "models" / "results" / "vllm.json"
 DTYPE = "bfloat16"
 ANSWERS_WITHIN_S = 60.0
 CERTIFIED, EXPERTS, FALSE_ALARM, REAL = "certified", "has experts", "false alarm", "real fault"
-ENDED = "the engine ended"
+ENDED, REFUSED = "the engine ended", "computes otherwise, which certify says"
 
 
 def candidates() -> list[str]:
@@ -73,6 +73,8 @@ def tried(name: str, scratch: Path, warm: WarmWorkers) -> dict[str, object]:
             report = run(options, scratch, lambda _: None)
     except AssertionError as exc:
         return {"verdict": "does not start", "why": str(exc)[-2000:]}
+    except ConfigError as exc:
+        return {"verdict": REFUSED, "why": str(exc)}
     except CheckpointEngineError as exc:
         return {"verdict": ENDED, "why": str(exc)}
     found: dict[str, object] = {"largest": round(max(step.deviation for step in report.steps), 4)}

@@ -387,10 +387,11 @@ def false_alarms() -> str:
         f"loads {run['of']} of the tiny models of [Models](models.md) that are for text alone. {len(experts)} have "
         f"experts, of which a rounding chooses others: `certify` refuses them in bfloat16. {served} more were served, "
         "and updated over `arena`, which compares every tensor. Log-probs of certified ones differ by at most "
-        f"{largest:.2g} nats. A false alarm: a server that starts with the version is as far from transformers. Of two "
-        "we know why. vLLM's window of cohere2 has one token more, and its gpt_neox has the key and value heads of our "
-        "configuration, which transformers does not read. With a window of 512 tokens, and with as many such heads as "
-        "of queries, both are certified.",
+        f"{largest:.2g} nats. vLLM computes some otherwise than transformers with the weights that it starts with: "
+        "`certify` says so, and tries nothing. A false alarm is a finding where a server that starts with the version "
+        "is as far from transformers. Of two we know why vLLM computes otherwise. Its window of cohere2 has one token "
+        "more, and its gpt_neox has the key and value heads of our configuration, which transformers does not read. "
+        "With a window of 512 tokens, and with as many such heads as of queries, both are certified.",
     ]
     lines += ["", "| verdict | architectures |", "|---|---|"]
     return "\n".join([*lines, *(f"| {what} | {', '.join(names)} |" for what, names in by_verdict.items())]) + "\n"

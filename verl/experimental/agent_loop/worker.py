@@ -174,7 +174,7 @@ class AgentLoopWorker:
             await _ended([batch])
             self._drop(names, batch)
             raise
-        if samples.meta_info.get("keep", False):
+        if samples.meta_info.get("keep", False) and self._under_way.get(names) is batch:  # else it was forgotten
             self._keep_complete(names, generated)
         else:
             self._drop(names, batch)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,12 @@ def pytest_runtest_logreport(report):
     """Says at once what failed: the end may be far away, or never come."""
     if report.failed and os.environ.get("CI") and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n--- {report.nodeid}: {report.when} failed\n{report.longreprtext}\n", flush=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """A test that calls a program's main here also has its watch: another test's signal would end this process."""
+    assert "ends-within" not in [thread.name for thread in threading.enumerate()], "this test has called `end_within`"
 
 
 @pytest.fixture(scope="session", autouse=True)

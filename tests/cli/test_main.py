@@ -166,18 +166,13 @@ def test_completion_prints_a_script_that_its_shell_reads(shell: str):
     ],
     ids=" ".join,
 )
-def test_what_the_command_line_names_and_cannot_be_used_is_exit_code_2(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_what_the_command_line_names_and_cannot_be_used_is_exit_code_2(words: list[str], tmp_path: Path):
     for name, text in (("empty", None), ("run", '{"step": 0}\n'), ("damaged", "{damaged\n")):
         (tmp_path / name).mkdir()
         if text is not None:
             (tmp_path / name / "metrics.jsonl").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    said = capfd.readouterr().err
-    assert (ended.value.code, "error: " in said, "Traceback" in said) == (2, True, False)
+    done = forked.run(main, words, cwd=tmp_path)
+    assert (done.returncode, "error: " in done.stderr, "Traceback" in done.stderr) == (2, True, False)
 
 
 @pytest.mark.parametrize("words", ["--version", "report --help"])

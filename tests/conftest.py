@@ -15,13 +15,10 @@ import pytest
 from tests import forked
 from tests.warm_workers import ENVIRONMENT, lighten_ray, warm_base, warm_workers
 
-pytest_plugins = ["tests.tiers", "tests.cells", "pytester"]
+pytest_plugins = ["tests.tiers", "tests.cells", "tests.scheduling", "pytester"]
 
 WARM = pytest.StashKey[str]()
 TURNS = pytest.StashKey[tempfile.TemporaryDirectory]()
-TOGETHER = ("test_background_staging.py", "test_bit_equality.py", "test_faults.py")
-"""Files of `weight_sync` that share a vLLM engine: two test processes would both start it."""
-
 LONG = (
     "tests/weight_sync/",
     "tests/e2e/test_interrupts.py",
@@ -54,30 +51,6 @@ def pytest_collection_modifyitems(items):
         return next(long, len(LONG)) if item.path in jobs else len(LONG) + 1
 
     items.sort(key=place)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """One file goes to one test process, and so do those that share an engine."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "tests/weight_sync" if file.endswith(TOGETHER) else file
-
-        def remove_node(self, node):
-            """The test that ended its process has had its turn: xdist would run it again, and so on for ever."""
-            files = self.assigned_work[node].values()
-            ended = next(((file, test) for file in files for test, done in file.items() if not done), None)
-            if ended is None:
-                return super().remove_node(node)
-            file, test = ended
-            file[test] = True
-            super().remove_node(node)
-            return test
-
-    return Scheduling(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,7 +9,9 @@ import psutil
 import pytest
 import ray
 
+from tests import forked
 from tests.checkpoint_engine.fakes import soon
+from verl.trainer.fleet import last_words
 from verl.trainer.fleet.ray_watch import RayLost, RayWatch, gcs_of, raylet_of
 from verl.trainer.fleet.recovery import BATCH, REPLICAS, Recovery
 from verl.trainer.fleet.session import RaySession
@@ -117,3 +119,34 @@ def test_a_gcs_that_is_gone_while_something_is_started_interrupts_that(gcs, sess
         time.sleep(60)
     session.close()
     assert "no process of the run that died can be started again" in str(session.lost)
+
+
+@pytest.mark.parametrize(
+    ("name", "ending", "said"),
+    [
+        ("python-core-driver-0100_42.log", last_words.ENDED_BY_RAY, True),
+        ("python-core-driver-0100_42.log", b"", False),
+        ("python-core-driver-0100_142.log", last_words.ENDED_BY_RAY, False),
+        ("python-core-worker-0100_42.log", last_words.ENDED_BY_RAY, False),
+    ],
+)
+def test_the_reason_is_said_for_a_driver_if_ray_itself_has_ended_that_driver(tmp_path, capsys, name, ending, said):
+    (tmp_path / name).write_bytes(b"x" * 100_000 + ending + b" Status: IOError: Broken pipe\n")
+    last_words.main([str(tmp_path), "42"], ["error: the raylet is gone"])
+    assert capsys.readouterr().err == "error: the raylet is gone\n" * said
+
+
+def _needs_an_object_of_a_raylet_that_is_gone():
+    RaySession().start({})
+    ours = ray.put(bytes(1 << 20))
+    (raylet,) = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    raylet.kill()
+    raylet.wait()
+    ray.get(ours)  # Ray ends this process
+
+
+@pytest.mark.job
+def test_a_driver_that_ray_ends_at_once_has_said_why():
+    driver = forked.run(_needs_an_object_of_a_raylet_that_is_gone)
+    assert driver.returncode == 1
+    assert "error: the raylet of this host (pid " in driver.stderr

@@ -31,16 +31,17 @@ class CleanupProcess:
     end children.
     """
 
-    def __init__(self, program: Path, *arguments: str, holding: int | None = None) -> None:
+    def __init__(self, program: Path, *arguments: str, holding: int | None = None, speaks: bool = False) -> None:
         """`program`: a Python file that needs the standard library only. Its `main` is called with `arguments` and the
-        lines of `send`. `holding`: a file that the process keeps open for its lock."""
+        lines of `send`. `holding`: a file that the process keeps open for its lock. `speaks`: its stderr is that of
+        this process."""
         its_stdin, self._write_end = os.pipe()
         self._read_end, its_stdout = os.pipe()
         subprocess.run(
             [sys.executable, "-I", "-S", outliving.__file__, str(program), *arguments],
             stdin=its_stdin,
             stdout=its_stdout,
-            stderr=subprocess.DEVNULL,
+            stderr=None if speaks else subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=[holding] if holding is not None else [],
             check=True,

@@ -51,13 +51,18 @@ class RayWatch:
         while not self._closed.wait(self._looks_every_s):
             status = _status(self.process)
             if status is None:
-                self._on_lost(f"(pid {self.process.pid}) is gone")
+                self._on_lost(gone(self.process))
                 return
             if status != psutil.STATUS_STOPPED:
                 ran_s = time.monotonic()
             elif time.monotonic() - ran_s >= self._stopped_s:
                 self._on_lost(f"(pid {self.process.pid}) has been stopped for {self._stopped_s:g} s")
                 return
+
+
+def gone(process: psutil.Process) -> str:
+    """What is said of one that has ended."""
+    return f"(pid {process.pid}) is gone"
 
 
 def raylet_of(about: Mapping[str, Any]) -> psutil.Process | None:

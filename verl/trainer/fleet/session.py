@@ -35,9 +35,9 @@ from verl.utils.config import ConfigError, did_you_mean
 from verl.utils.failures import NamedFailure
 from verl.utils.marked_processes import kill_marked
 
-from . import ending_agents
+from . import ending_agents, last_words
 from .address import KEY, LOCAL, address_of
-from .ray_watch import RayLost, RayWatch, gcs_of, raylet_of
+from .ray_watch import RayLost, RayWatch, gcs_of, gone, raylet_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class RaySession:
         self.lost: RayLost | None = None
         """Why the main thread was interrupted, if it was not by Ctrl-C."""
         self._log_dir: Path | None = None
-        self._cleanup: CleanupProcess | None = None
+        self._cleanups: list[CleanupProcess] = []
         self._watches: list[RayWatch] = []
         self._release_port: weakref.finalize[..., RaySession] | None = None
         """Of the port that is reserved for an agent of Ray."""
@@ -175,16 +175,13 @@ class RaySession:
             try:
                 context = _init(ours, strangers, mark)
                 about = getattr(context, "address_info", {})
-                session = about.get("session_dir")
-                if session and address == LOCAL:
-                    Path(session).chmod(0o700)  # Ray opens it to everyone, with logs and sockets in it
-                for process, on_lost in ((raylet_of(about), self._lose_raylet), (gcs_of(about), self._lose_gcs)):
-                    if process is not None:
-                        self._watches.append(RayWatch(process, on_lost))
-                if session:
+                if session := about.get("session_dir"):
                     self._log_dir = Path(session) / "logs"
+                    if address == LOCAL:
+                        Path(session).chmod(0o700)  # Ray opens it to everyone, with logs and sockets in it
                     if sys.platform == "linux" and address == LOCAL:
-                        self._cleanup = CleanupProcess(Path(ending_agents.__file__), session)
+                        self._cleanups.append(CleanupProcess(Path(ending_agents.__file__), session))
+                self._watch_over(raylet_of(about), gcs_of(about))
             except KeyboardInterrupt:
                 with uninterrupted():
                     _kill_started(strangers, mark)
@@ -214,9 +211,8 @@ class RaySession:
                 for watch in self._watches:
                     with suppress(psutil.NoSuchProcess):
                         watch.process.kill()
-        if self._cleanup is not None:
-            self._cleanup.close()
-            self._cleanup = None
+        while self._cleanups:
+            self._cleanups.pop().close()
         if self._release_port is not None:
             self._release_port()
         self._closed.set()
@@ -239,9 +235,22 @@ class RaySession:
         finally:
             self._need_gcs -= 1
 
+    def _watch_over(self, raylet: psutil.Process | None, gcs: psutil.Process | None) -> None:
+        """Those that are on this host."""
+        if gcs is not None:
+            self._watches.append(RayWatch(gcs, self._lose_gcs))
+        if raylet is not None:
+            self._watches.append(RayWatch(raylet, self._lose_raylet))
+            speaker = CleanupProcess(Path(last_words.__file__), str(self._log_dir), str(os.getpid()), speaks=True)
+            speaker.send(f"error: {RayLost(self._said_of_raylet(gone(raylet)))}")
+            self._cleanups.append(speaker)
+
     def _lose_raylet(self, what: str) -> None:
+        self._lose(self._said_of_raylet(what))
+
+    def _said_of_raylet(self, what: str) -> str:
         log = f", whose log is in {self._log_dir}" if self._log_dir is not None else ""
-        self._lose(f"the raylet of this host {what}: it is Ray's own process{log}, which every member of the run needs")
+        return f"the raylet of this host {what}: it is Ray's own process{log}, which every member of the run needs"
 
     def _lose_gcs(self, what: str) -> None:
         self._without_gcs = what

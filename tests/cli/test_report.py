@@ -166,6 +166,12 @@ def test_what_was_run_and_what_it_came_to_are_first(run: Path):
     assert data["metrics"]["large"] == ["val-core/gsm8k/acc/mean@1"]
 
 
+def test_a_held_out_score_that_was_measured_once_is_not_shown_as_a_course(run: Path):
+    metrics = [{"step": 1}, {"step": 2, "val-core/gsm8k/acc/mean@1": 0.5}]
+    data = report_data(replace(read_run(run), metrics=metrics), [])
+    assert data["tiles"][0] == ("0.5", "held-out gsm8k", None)
+
+
 def test_runs_side_by_side_show_in_what_they_differ_and_what_they_answered(run: Path, tmp_path: Path):
     other = write_run(tmp_path / "project" / "other", steps=14)
     write_samples(other / "rollouts", 14)

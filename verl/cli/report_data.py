@@ -163,12 +163,12 @@ def _large(series: Iterable[str]) -> list[str]:
     return [name for name in series if name == SCORE or HELD_OUT.fullmatch(name)]
 
 
-def _held_out(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float, int]]:
-    """(data source, first, last, step of the last) of the held-out score."""
-    told = [(_step(record), validation_rewards(record)) for record in metrics]
-    sources = dict.fromkeys(source for _, rewards in told for source in rewards)
-    of = {source: [(step, rewards[source]) for step, rewards in told if source in rewards] for source in sources}
-    return [(source, values[0][1], values[-1][1], values[-1][0]) for source, values in of.items()]
+def _held_out(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """(data source, its first and its last held-out score), or the only one."""
+    told = [validation_rewards(record) for record in metrics]
+    sources = dict.fromkeys(source for rewards in told for source in rewards)
+    scores = {source: [f"{rewards[source]:.3g}" for rewards in told if source in rewards] for source in sources}
+    return [(source, " → ".join([*values[:1], *values[1:][-1:]])) for source, values in scores.items()]
 
 
 def about(run: RunFiles) -> Iterator[tuple[str, str]]:
@@ -227,8 +227,8 @@ def _memory(series: Iterable[str]) -> list[dict[str, Any]]:
 
 def _tiles(run: RunFiles, found: Sequence[Incident]) -> Iterator[tuple[Any, str, str | None]]:
     """Value, what it is, and `bad` or `warning` where somebody should look."""
-    for source, before, after, _ in _held_out(run.metrics):
-        yield f"{before:.3g} → {after:.3g}", f"held-out {source}", None
+    for source, scores in _held_out(run.metrics):
+        yield scores, f"held-out {source}", None
     if run.metrics:
         yield _step(run.metrics[-1]), "steps", None
     rewards = [score for record in run.metrics if (score := _finite(record.get("critic/score/mean"))) is not None]

@@ -28,7 +28,7 @@ function aboutSection() {
 function heldOutRows() {
   const sources = [...new Set(RUN.runs.flatMap(({ held_out }) => held_out.map(([source]) => source)))];
   const of = (run, source) => run.held_out.find(([own]) => own === source);
-  return sources.map((source) => [`held-out ${source}`, RUN.runs.map((run) => (of(run, source) ? `${brief(of(run, source)[1])} → ${brief(of(run, source)[2])}` : ""))]);
+  return sources.map((source) => [`held-out ${source}`, RUN.runs.map((run) => of(run, source)?.[1] ?? "")]);
 }
 
 function table(id, title, rows, empty) {

@@ -25,6 +25,12 @@ def ray_address() -> str:
     return os.environ.get("RAY_ADDRESS", "")
 
 
+def ray_tmpdir() -> str:
+    """`RAY_TMPDIR`: below it a Ray that a run starts has its sockets and logs. Default: below `TMPDIR`, or below `/tmp`
+    if `TMPDIR` is too long for sockets."""
+    return os.environ.get("RAY_TMPDIR", "")
+
+
 def shows_tracebacks() -> bool:
     """`VERL_TRACEBACK=1`: errors in users' code have their traceback. Default: one line."""
     return os.environ.get("VERL_TRACEBACK", "") not in ("", "0")

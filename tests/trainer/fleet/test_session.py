@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
@@ -216,6 +217,31 @@ def test_what_ray_takes_is_let_through():
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         check_arguments({"num_cpus": 2, "_temp_dir": "/tmp/ray", "address": f"127.0.0.1:{somebody.getsockname()[1]}"})
     check_arguments({"address": "auto"})
+
+
+@pytest.mark.parametrize("unfit", ["a" * 40, "ö"], ids=["long", "not ASCII"])
+def test_rays_sockets_are_elsewhere_if_tmpdir_leaves_no_room_for_them(starting, monkeypatch, tmp_path, unfit):
+    (tmp_path / unfit).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / unfit))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    init = starting()
+    RaySession().start({})
+    assert init.arguments["_temp_dir"] == "/tmp/ray"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "message"),
+    [
+        ({"_temp_dir": f"/{'a' * 90}"}, "/tmp", r"^ray_kwargs.ray_init._temp_dir=/a+: the paths of Ray's sockets"),
+        ({}, "/ö", "^RAY_TMPDIR=/ö: the paths of Ray's sockets below it would not be ASCII of at most 107 bytes"),
+    ],
+)
+def test_a_directory_that_somebody_chose_for_rays_sockets_is_refused_if_it_leaves_no_room(
+    monkeypatch, arguments, variable, message
+):
+    monkeypatch.setenv("RAY_TMPDIR", variable)
+    with pytest.raises(ConfigError, match=message):
+        check_arguments({"address": "local"} | arguments)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import fcntl
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,12 +21,11 @@ import psutil
 
 from ..memory.janitor import Janitor, sweep
 from ..support import envs
-from ..support.config import ConfigError
+from ..support.temporary import SHM_DIR, directory_for_sockets
 
-SHM_DIR = Path("/dev/shm")
 PREFIX = "verl-engine-"
-MAX_TEMPORARY_PATH = 49
-"""Characters. A socket's path may have 107: our directory takes 21 of them, and vLLM's name in it 37."""
+SOCKET_OF_VLLM = f"{PREFIX}xxxxxxxx/{uuid.UUID(int=0)}"
+"""As long as its paths in the temporary directory are."""
 LOOK_EVERY_S = 0.05
 OURS = ("psm_", "vllm_", "sem.mp-", "sglang_")
 """Prefixes of Python's and the engines' files there. Arenas, which engines map, too, have another owner."""
@@ -37,7 +37,7 @@ class Leftovers:
 
     def __init__(self) -> None:
         """Raises ConfigError."""
-        temporary = short_temporary_directory()
+        temporary = directory_for_sockets(SOCKET_OF_VLLM)
         sweep(temporary, PREFIX)
         self.directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
         """The engine's sockets and temporary files."""
@@ -112,19 +112,6 @@ class Leftovers:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
-
-
-def short_temporary_directory(others: Sequence[Path] = (Path("/tmp"), SHM_DIR)) -> Path:
-    """That of this process, or one in which an engine's sockets can be. Raises ConfigError if there is none."""
-    own = Path(tempfile.gettempdir())
-    for directory in (own, *others):
-        if len(str(directory)) <= MAX_TEMPORARY_PATH and os.access(directory, os.W_OK | os.X_OK):
-            return directory
-    raise ConfigError(
-        f"TMPDIR={own} has {len(str(own))} characters, with which the paths of an engine's sockets are too long, and "
-        f"none of {', '.join(map(str, others))} can be written: set TMPDIR to a path of at most "
-        f"{MAX_TEMPORARY_PATH} characters"
-    )
 
 
 def shared_memory_of(pid: int) -> set[Path]:

@@ -18,9 +18,11 @@ from typing import Any
 import psutil
 import ray
 
+from verl import envs
 from verl.checkpoint_engine.support.cleanup_process import CleanupProcess
 from verl.checkpoint_engine.support.network import reserve_port
 from verl.checkpoint_engine.support.signals import interrupt_main_thread, uninterrupted
+from verl.checkpoint_engine.support.temporary import LONGEST_SOCKET, directory_for_sockets, has_room_for
 from verl.compat.ray import (
     agents_not_awaited,
     deaths_left_to_callers,
@@ -78,12 +80,15 @@ def starts_locally(arguments: Mapping[str, Any]) -> bool:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for unknown arguments of `ray.init`, and for an address where no Ray can be reached."""
+    """Raises ConfigError for unknown arguments of `ray.init`, for an address where no Ray can be reached, and for a
+    directory in which there can be none."""
     known = set(inspect.signature(ray.init).parameters) - {"kwargs"}
     for name in arguments:
         if name not in known and not name.startswith("_"):  # Ray's private ones are not in its signature
             raise ConfigError(f"{KEY}.{name}: ray.init has no such argument.{did_you_mean(name, known)}")
     address, said_by = address_of(arguments)
+    if address == LOCAL:
+        _directory_of(arguments)
     if address.startswith(("http://", "https://")):
         raise ConfigError(
             f"{said_by}={address} is the address for job submission; a run connects to host:port, or auto. "
@@ -152,6 +157,7 @@ class RaySession:
         }
         ours |= {**arguments, "address": address}
         if address == LOCAL:
+            ours["_temp_dir"] = _directory_of(arguments)
             ours["_system_config"] = GCS_MISSED | dict(arguments.get("_system_config") or {})
         said = {f"RAY_{key}": str(value) for key, value in OF_RAYLET.items() if address == LOCAL}
         if warm is not None:
@@ -272,6 +278,23 @@ class RaySession:
             sys.stderr.write(f"error: {self.lost}\n")
             sys.stderr.flush()
             os._exit(1)
+
+
+def _directory_of(arguments: Mapping[str, Any]) -> str:
+    """Where a Ray that this process starts has its sockets and logs. Raises ConfigError."""
+    longest = f"session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
+    if said := arguments.get("_temp_dir"):
+        name, directory = f"{KEY}._temp_dir", Path(said)
+    elif said := envs.ray_tmpdir():
+        name, directory = "RAY_TMPDIR", Path(said, "ray")
+    else:
+        return str(directory_for_sockets(f"ray/{longest}", others=[Path("/tmp")]) / "ray")
+    if not has_room_for(longest, directory):
+        raise ConfigError(
+            f"{name}={said}: the paths of Ray's sockets below it would not be ASCII of at most {LONGEST_SOCKET} bytes; "
+            "name a shorter directory"
+        )
+    return str(directory)
 
 
 def _init(arguments: dict[str, Any], strangers: set[psutil.Process], mark: str) -> Any:

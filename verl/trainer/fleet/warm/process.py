@@ -14,9 +14,12 @@ from typing import Any
 
 from verl import envs
 from verl.checkpoint_engine.memory.publishing import publisher_environment
+from verl.checkpoint_engine.support.temporary import directory_for_sockets
 from verl.trainer.fleet.warm.server import EVERYBODY, OF_VLLM
 from verl.utils.device import resolve_device
 from verl.workers.config import PPOConfig
+
+PREFIX = "verl-warm-"
 
 
 @contextlib.contextmanager
@@ -29,7 +32,11 @@ def warm_process(config: PPOConfig) -> Iterator[str | None]:
     if not wanted(config):
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="verl-warm-") as directory, socket.socket(socket.AF_UNIX) as listener:
+    room = directory_for_sockets(f"{PREFIX}xxxxxxxx/socket")
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX, dir=room) as directory,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
         path = str(Path(directory, "socket"))
         listener.bind(path)  # here, so that nobody can ask too early
         listener.listen(64)

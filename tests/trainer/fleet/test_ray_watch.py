@@ -1,6 +1,7 @@
 import queue
 import signal
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,7 +10,6 @@ import psutil
 import pytest
 import ray
 
-from tests import forked
 from tests.checkpoint_engine.fakes import soon
 from verl.trainer.fleet import last_words
 from verl.trainer.fleet.ray_watch import RayLost, RayWatch, gcs_of, raylet_of
@@ -136,17 +136,28 @@ def test_the_reason_is_said_for_a_driver_if_ray_itself_has_ended_that_driver(tmp
     assert capsys.readouterr().err == "error: the raylet is gone\n" * said
 
 
-def _needs_an_object_of_a_raylet_that_is_gone():
-    RaySession().start({})
-    ours = ray.put(bytes(1 << 20))
-    (raylet,) = [child for child in psutil.Process().children() if child.name() == "raylet"]
-    raylet.kill()
-    raylet.wait()
-    ray.get(ours)  # Ray ends this process
+NEEDS_AN_OBJECT_OF_A_RAYLET_THAT_IS_GONE = """
+import functools, psutil, ray
+from verl.trainer.fleet import session
+
+session.RayWatch = functools.partial(session.RayWatch, looks_every_s=600.0)  # Ray is first
+session.RaySession().start({})
+(raylet,) = [child for child in psutil.Process().children() if child.name() == "raylet"]
+raylet.kill()
+while True:
+    ray.get(ray.put(bytes(1 << 20)))
+"""
 
 
 @pytest.mark.job
 def test_a_driver_that_ray_ends_at_once_has_said_why():
-    driver = forked.run(_needs_an_object_of_a_raylet_that_is_gone)
+    driver = subprocess.run(
+        [sys.executable, "-c", NEEDS_AN_OBJECT_OF_A_RAYLET_THAT_IS_GONE],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,  # until the process that speaks for the driver has ended, too
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert driver.returncode == 1
     assert "error: the raylet of this host (pid " in driver.stderr

@@ -291,7 +291,6 @@ def _options():
 async def test_a_worker_that_died_leaves_its_answers_and_unfinished_tokens_with_the_server(served: Served):
     handle, sampling = served.replica.server_handle, SamplingOptions(max_tokens=5, ignore_eos=True)
     done = await handle.generate.remote(PROMPT, sampling, "done", name=CallName("worker", "one", "a", 5, 0))
-    tells = served.replica.config.name != "sglang-on-cpu"
     for attempt in range(ATTEMPTS):
         name = CallName("worker", attempt, "a", LONG, 0)
         begun = handle.generate.remote(PROMPT, replace(sampling, max_tokens=LONG), f"begun-{attempt}", name=name)
@@ -305,9 +304,33 @@ async def test_a_worker_that_died_leaves_its_answers_and_unfinished_tokens_with_
         assert taken.pop(CallName("worker", "one", "a", 5, 0)) == done
     with pytest.raises(ray.exceptions.TaskCancelledError):
         await begun
-    assert list(taken) == ([name] if tells else [])
-    for output in taken.values():
-        assert 0 < len(output.token_ids) < LONG
-        assert output.weight_versions == (WeightVersionSpan(0, len(output.token_ids), 1),)
-        assert_log_probs_fit(served, output, 1, 1.0)
+    assert list(taken) == [name]
+    assert 0 < len(taken[name].token_ids) < LONG
+    assert taken[name].weight_versions == (WeightVersionSpan(0, len(taken[name].token_ids), 1),)
+    assert_log_probs_fit(served, taken[name], 1, 1.0)
     assert await handle.take_calls.remote("worker") == []
+
+
+async def test_unfinished_tokens_are_told_with_the_version_that_sampled_each(served: Served):
+    handle, sampling = served.replica.server_handle, SamplingOptions(max_tokens=LONG, ignore_eos=True)
+    for attempt in range(ATTEMPTS):
+        await served.serve(1)
+        begun = handle.generate.remote(PROMPT, sampling, f"two-{attempt}")
+        await served.submit(max_tokens=1, ignore_eos=True)
+        await served.replica.pause("keep")
+        served.trainer.commit(2)
+        await served.replica.activate(served.trainer.arena_path, 2)
+        before = await handle.tokens_since.remote({f"two-{attempt}": 0})
+        await served.replica.resume()
+        await served.submit(max_tokens=5, ignore_eos=True)
+        since = await handle.tokens_since.remote({f"two-{attempt}": len(each.token_ids) for each in before.values()})
+        whole = await begun
+        if before and since:
+            break
+    (old,), (new,) = before.values(), since.values()
+    stop = len(old.token_ids)
+    assert [*old.token_ids, *new.token_ids] == whole.token_ids[: stop + len(new.token_ids)]
+    assert [*old.log_probs, *new.log_probs] == pytest.approx(whole.log_probs[: stop + len(new.token_ids)])
+    assert [(span.start, span.version) for span in whole.weight_versions] == [(0, 1), (stop, 2)]
+    assert [(span.stop, span.version) for span in old.weight_versions] == [(stop, 1)]
+    assert new.weight_versions == (WeightVersionSpan(0, len(new.token_ids), 2),)

@@ -8,8 +8,9 @@ import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
@@ -58,8 +59,23 @@ ON_CPU = {
 STOP_REASONS: dict[str, StopReason] = {"stop": "completed", "length": "length", "abort": "aborted"}
 
 
+@dataclass(slots=True)
+class Asked:
+    """A request that SGLang has."""
+
+    logprobs: bool
+    filtered: bool
+    """By top-k or top-p: SGLang's own log-probs are those before, and what it keeps it tells apart."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has ended."""
+    spans: list[WeightVersionSpan] = field(default_factory=list)
+    """Of its tokens of versions before the present one. SGLang tells them at the end alone."""
+
+
 class SGLangEngine:
     """One SGLang engine whose weights come from a node arena. See `verl.workers.rollout.engine.Engine`."""
+
+    tells: Literal[True] = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -71,8 +87,9 @@ class SGLangEngine:
         """Where ranks answer orders."""
         self._open = asyncio.Event()
         """Requests may be given to SGLang. While they may not they wait here, where nothing has to be told of them."""
-        self._running: dict[str, asyncio.Event] = {}
-        """Requests that SGLang has, by id; each event is set when its request has ended."""
+        self._running: dict[str, Asked] = {}
+        """By id."""
+        self._version = NO_VERSION
         self._keeps = False
         """SGLang has been told to pause, with requests in its queue."""
         self._has_checked = False
@@ -153,16 +170,21 @@ class SGLangEngine:
                 f"{self._spec.name}: request {request_id}: of ignore_eos and stop_token_ids SGLang takes one"
             )
         await self._alive(self._open.wait())
-        ended = self._running[request_id] = asyncio.Event()
+        filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+        asked = self._running[request_id] = Asked(sampling.logprobs, filtered)
         try:
-            return await self._alive(self._generate(prompt_ids, sampling, request_id))
+            return await self._alive(self._generate(prompt_ids, sampling, request_id, asked))
+        except ReplicaDied:
+            if (rest := self.so_far(request_id, 0)) is None:
+                raise
+            return rest
         finally:
             del self._running[request_id]
-            ended.set()
+            asked.ended.set()
 
-    async def _generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
-        # SGLang's own log-probs are those before top-k and top-p; what it keeps of a filtered distribution it tells.
-        filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+    async def _generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, asked: Asked
+    ) -> TokenOutput:
         request = GenerateReqInput(
             rid=request_id,
             input_ids=list(prompt_ids),
@@ -175,7 +197,7 @@ class SGLangEngine:
                 "ignore_eos": sampling.ignore_eos,
             },
             return_logprob=sampling.logprobs,
-            return_sampling_mask=sampling.logprobs and filtered,
+            return_sampling_mask=asked.logprobs and asked.filtered,
         )
         try:
             answers = [answer async for answer in self._manager.generate_request(request, None)]
@@ -186,7 +208,7 @@ class SGLangEngine:
             raise RolloutError(f"{self._spec.name}: SGLang refuses request {request_id}: {exc}") from exc
         if not answers:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from SGLang")
-        return self._token_output(answers[-1], request_id, sampling.logprobs, filtered)
+        return self._token_output(answers[-1], request_id, asked.logprobs, asked.filtered)
 
     def _token_output(self, answer: dict[str, Any], request_id: str, logprobs: bool, filtered: bool) -> TokenOutput:
         about = answer.get("meta_info", {})
@@ -210,6 +232,31 @@ class SGLangEngine:
             if span["end"] > span["start"]
         )
         return TokenOutput(tokens, log_probs, STOP_REASONS[reason], spans)
+
+    def so_far(self, request_id: str, known: int) -> TokenOutput | None:
+        """See `TellingEngine`. A scheduler that stands still has told of all its tokens: see `TELLS`."""
+        asked, state = self._running.get(request_id), self._state(request_id)
+        if asked is None or state is None or len(state.output_ids) <= known:
+            return None
+        log_probs = state.output_token_sampling_logprobs if asked.filtered else state.output_token_logprobs_val
+        spans = [*asked.spans, self._span_of_present(asked, len(state.output_ids))]
+        return TokenOutput(
+            state.output_ids[known:],
+            [float(log_prob) for log_prob in log_probs[known:]] if asked.logprobs else None,
+            "died",
+            tuple(
+                WeightVersionSpan(max(span.start - known, 0), span.stop - known, span.version)
+                for span in spans
+                if span.stop > max(known, span.start)
+            ),
+        )
+
+    def _span_of_present(self, asked: Asked, stop: int) -> WeightVersionSpan:
+        return WeightVersionSpan(asked.spans[-1].stop if asked.spans else 0, stop, self._version)
+
+    def _state(self, request_id: str) -> Any:
+        """What SGLang's client has of a request."""
+        return self._sglang.tokenizer_manager.rid_to_state.get(request_id) if self._sglang is not None else None
 
     async def pause(self, mode: str) -> None:
         """With `keep`, SGLang returns requests to its queue, and later computes them again from their tokens.
@@ -251,7 +298,7 @@ class SGLangEngine:
 
     async def _ended(self, timeout_s: float) -> None:
         """Until what runs now has ended, or `timeout_s` has passed."""
-        waiting = [asyncio.ensure_future(ended.wait()) for ended in self._running.values()]
+        waiting = [asyncio.ensure_future(asked.ended.wait()) for asked in self._running.values()]
         await asyncio.wait(waiting, timeout=timeout_s)
         for task in waiting:
             task.cancel()
@@ -275,6 +322,10 @@ class SGLangEngine:
         order = Order(reports=str(self._reports), arena_path=arena_path, version=version, check=check)
         found = checked(await self._carry_out(order), order)
         self._has_checked |= check
+        for request_id, asked in self._running.items():
+            if (state := self._state(request_id)) is not None and state.output_ids:
+                asked.spans.append(self._span_of_present(asked, len(state.output_ids)))
+        self._version = version
         await self._flush()
         return found
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+TELLS = {"SGLANG_FORCE_STREAM_INTERVAL": "1"}
+"""Schedulers tell the server of each token of responses that it does not stream; by default of every fiftieth."""
+
 
 def environment(device: str) -> dict[str, str]:
     """By `device`, `cpu` or another. They must be set before SGLang is imported."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.utils.config import ConfigError, did_you_mean
 from verl.workers.rollout.base import RolloutReplica
-from verl.workers.rollout.sglang.environment import environment
+from verl.workers.rollout.sglang.environment import TELLS, environment
 
 OWNED_ARGUMENTS = {
     "model_path": "actor_rollout_ref.model.path",
@@ -68,7 +68,7 @@ class SGLangReplica(RolloutReplica):
                     )
 
     def env_vars(self) -> dict[str, str]:
-        env = environment(self.device)
+        env = environment(self.device) | TELLS
         if self.device == "cpu":
             env["OMP_NUM_THREADS"] = "1"
         return env

@@ -6,8 +6,9 @@
 A fault comes some seconds after the run has completed the step that follows the one before. The seed decides whom it
 hits, how, and when. A run that ends is told as not survived, and another one begins; so it does after Ray's own
 processes were hit, of which a run without raylet has to end within 20 s and to say so. If the driver may be hit, runs
-are `--supervised`, with a checkpoint of each step; a run whose raylet is gone then goes on, too. Whatever is given at
-the end overrides keys of the run, as on its command line.
+are `--supervised`, with a checkpoint of each step; a run whose raylet is gone then goes on, too. If agent loops may be
+hit in the middle of a call of a tool, every message of the policy is one, of a tool that must not be called twice.
+Whatever is given at the end overrides keys of the run, as on its command line.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ from statistics import median
 import pandas
 import psutil
 
+from benchmarks import paying_tool
 from benchmarks.command import parse
 from benchmarks.counted_engine import sampled
 from benchmarks.machine import describe_machine
 from benchmarks.modes import MODES
 from benchmarks.report import table
 from verl.checkpoint_engine.support import envs
+from verl.protocol import DataProto
 from verl.trainer.fleet.trainer_ranks import PARTS
+from verl.trainer.plain_state import unpacked
 from verl.utils.builtin import make_tiny_model
 from verl.utils.config import option
+from verl.utils.framed import frames
 from verl.utils.tracking import read_metrics
 
 STARTS_WITHIN_S = 240.0
@@ -52,6 +57,7 @@ MOST_WAIT_S = 3.0
 STOPPED = 0.15
 """Share of the faults that stop a process instead of killing it, where that is found by its silence within seconds."""
 DRIVER = "driver"
+CALL = "tool call"
 VICTIMS = {
     DRIVER: (DRIVER, False),
     "trainer rank": (r"ray::(ActorRollo|trainer\.)", True),
@@ -61,6 +67,7 @@ VICTIMS = {
     "server": ("ray::RolloutServer", False),
     "rollout node": ("ray::CheckpointEngineWorker", False),
     "agent loop": ("ray::AgentLoopWorker", False),
+    CALL: ("ray::AgentLoopWorker", False),
     "raylet": (r"\S*/raylet/raylet ", True),
     "GCS": (r"\S*/gcs_server ", True),
 }
@@ -133,6 +140,13 @@ class Tally:
     """Tokens, by engines."""
     trained: int = 0
     """Tokens of them."""
+    waiting: int = 0
+    """Tokens of others that are kept when a run is ended: the next one would train on them."""
+    calls: int = 0
+    """Of tools."""
+    calls_twice: int = 0
+    other_calls: int = 0
+    """In the turn of one that had begun."""
     leaks: list[str] = field(default_factory=list)
 
     def text(self) -> str:
@@ -154,8 +168,12 @@ class Tally:
         )
         share = f"tokens: {self.sampled} sampled, {self.trained} trained on"
         if self.sampled and self.faults:
-            lost = (self.sampled - self.trained) / len(self.faults)
-            share += f" ({self.trained / self.sampled:.1%}; {lost:.0f} per fault were not, or not yet)"
+            lost = self.sampled - self.trained - self.waiting
+            share += f", {self.waiting} kept at the end ({1 - lost / self.sampled:.1%} together; "
+            share += f"{lost / len(self.faults):.0f} per fault were lost)"
+        if self.calls:
+            share += f"\ncalls of tools: {self.calls}; made twice: {self.calls_twice}; others in their place: "
+            share += f"{self.other_calls}"
         return "\n\n".join([table("", COLUMNS, rows), *self._recoveries(), f"{share}\n{wrong}"])
 
     def _recoveries(self) -> list[str]:
@@ -176,10 +194,13 @@ class Tally:
 class Run:
     """A context manager; leaving it ends the run."""
 
-    def __init__(self, directory: Path, mode: str, overrides: Sequence[str], *, supervised: bool = False) -> None:
+    def __init__(self, directory: Path, mode: str, overrides: Sequence[str], kinds: Collection[str] = ()) -> None:
+        """`kinds`: of processes that are to be hit."""
         self.directory, self._metrics = directory, directory / "out/metrics.jsonl"
-        self.supervised = supervised
-        self.tokens = directory / "tokens"
+        self.supervised = DRIVER in kinds
+        self.tokens, self.calls = directory / "tokens", directory / "calls"
+        supervision = SUPERVISED if self.supervised else ()
+        tools = paying_tool.keys_of(self.calls) if CALL in kinds else ()
         self.tokens.mkdir(parents=True)
         model = make_tiny_model(directory / "model")
         arguments = [
@@ -189,9 +210,8 @@ class Run:
             f"actor_rollout_ref.rollout.engine_kwargs.counted.directory={self.tokens}",
         ]
         with (directory / "log").open("w") as log:
-            supervision = SUPERVISED if supervised else ()
             self.command = subprocess.Popen(
-                [sys.executable, "-m", MODES[mode], *arguments, *QUICK, *supervision, *overrides],
+                [sys.executable, "-m", MODES[mode], *arguments, *QUICK, *supervision, *tools, *overrides],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -281,14 +301,15 @@ class Run:
         self.end()
 
 
+def _processes(run: Run, name: str, titles: Mapping[int, str]) -> list[int]:
+    pids = sorted(pid for pid, command in titles.items() if re.match(VICTIMS[name][0], command))
+    return [pid for pid in pids if paying_tool.is_paying(run.calls, pid)] if name == CALL else pids
+
+
 def hit(run: Run, chance: random.Random, kinds: Collection[str] = VICTIMS.keys()) -> tuple[str, int] | None:
     """Kill or stop one process: which kind, and how. None if there is none at the moment."""
     titles = run.processes()
-    present = {
-        name: pids
-        for name, (title, _) in VICTIMS.items()
-        if name in kinds and (pids := sorted(pid for pid, command in titles.items() if re.match(title, command)))
-    }
+    present = {name: pids for name in VICTIMS if name in kinds and (pids := _processes(run, name, titles))}
     if not present:
         return None
     name = chance.choice(sorted(present))
@@ -348,6 +369,25 @@ def account_parts(what: str, records: Sequence[Mapping[str, float]], seconds: Se
             tally.step_s.append(record["timing_s/step"])
 
 
+def kept(directory: Path, trained: Collection[str]) -> int:
+    """Tokens of prompts with other uids, in what a run has left there for one that resumes it."""
+    tokens, seen = 0, set(trained)
+    for path in directory.glob("*.samples"):
+        with path.open("rb") as file:
+            for head, payload, _ in frames(file):
+                batches = [part for part in unpacked(payload) if isinstance(part, DataProto)] if payload else []
+                uids = {uid for batch in batches for uid in batch.non_tensor_batch.get("uid", ())}
+                if uids.isdisjoint(seen):
+                    tokens += head.get("tokens", 0)
+                    seen |= uids
+    for path in directory.glob("*.unfinished"):
+        with path.open("rb") as file:
+            for _, payload, _ in frames(file):
+                for sample, _, _, _, token_ids, *_ in unpacked(payload):
+                    tokens += 0 if any(uid in sample for uid in seen) else len(token_ids)
+    return tokens
+
+
 def account(run: Run, tally: Tally) -> None:
     """Who was trained on twice, by uid; what was newer than its trainer; tokens."""
     steps: dict[str, set[str]] = {}
@@ -357,12 +397,16 @@ def account(run: Run, tally: Tally) -> None:
             steps.setdefault(sample["uid"], set()).add(path.stem)
             tally.trained += sum(version >= 0 for version in sample.get("versions", ()))
     tally.sampled += sampled(run.tokens)
+    tally.waiting += kept(run.directory / "out/kept_samples", steps)
+    if run.calls.exists():
+        for name, number in zip(("calls", "calls_twice", "other_calls"), paying_tool.payments(run.calls), strict=True):
+            setattr(tally, name, getattr(tally, name) + number)
     tally.samples_twice += sum(len(of_uid) > 1 for of_uid in steps.values())
     tally.staleness_below_zero += sum(record["training/staleness/min"] < 0 for record in run.records())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every fault was survived, no step lost, no prompt trained on twice, and nothing left behind."""
+    """0 if every fault was survived, no step lost, nothing trained on or called twice, and nothing left behind."""
     settings, _ = parse("soak", __doc__, Settings, argv, files=None)
     chance, tally = random.Random(settings.seed), Tally()
     until_s = time.monotonic() + 60 * settings.minutes
@@ -370,8 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         number = 0
         while time.monotonic() < until_s:
             number += 1
-            supervised = DRIVER in settings.only
-            with Run(Path(root) / str(number), settings.mode, settings.overrides, supervised=supervised) as run:
+            with Run(Path(root) / str(number), settings.mode, settings.overrides, settings.only) as run:
                 lives = soak(run, until_s, chance, tally, settings.only)
                 tally.leaks += run.end()
                 account(run, tally)
@@ -382,7 +425,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{where}; {settings.mode}, seed {settings.seed}, {settings.minutes:g} minutes\n")
     print(tally.text())
     survived = all(seconds is not None for _, seconds in tally.faults)
-    wrong = tally.steps_lost or tally.samples_twice or tally.leaks or tally.staleness_below_zero
+    twice = tally.samples_twice or tally.calls_twice
+    wrong = tally.steps_lost or twice or tally.leaks or tally.staleness_below_zero
     return 0 if survived and not wrong else 1
 
 

@@ -1,19 +1,28 @@
 """What `make soak` counts, on files and processes that are made up; the run itself takes minutes."""
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
-from benchmarks import soak
+from benchmarks import paying_tool, soak
 from benchmarks.soak import VICTIMS, Tally, account, account_parts, hit
+from tests.experimental.agent_loop.scripted_server import said
+from tests.experimental.agent_loop.test_kept_unfinished import call, written
+from verl.experimental.agent_loop.tools import AgentData
+from verl.protocol import DataProto
 from verl.trainer.config.loader import load_config
 from verl.trainer.fleet.trainer_ranks import PARTS
+from verl.trainer.kept_samples import KeptSamples
 from verl.trainer.main_ppo import check_ppo
 from verl.utils.builtin import make_tiny_model
+from verl.utils.builtin.tokenizer import build_tokenizer
 
 
 class Run:
@@ -21,7 +30,7 @@ class Run:
 
     def __init__(self, directory, processes=None, records=()):
         self.directory = directory
-        self.tokens = directory / "tokens"
+        self.tokens, self.calls = directory / "tokens", directory / "calls"
         self._records = records
         self._processes = processes or {}
 
@@ -59,7 +68,31 @@ def test_a_prompt_of_two_steps_and_a_sample_newer_than_its_trainer_are_counted(t
     tally = Tally(faults=[("server, killed", 2.0)] * 2)
     account(Run(tmp_path, records=[{"training/staleness/min": 1 - step} for step in (1, 2)]), tally)
     assert (tally.samples_twice, tally.staleness_below_zero) == (1, 1)
-    assert "16 sampled, 10 trained on (62.5%; 3 per fault were not, or not yet)" in tally.text()
+    assert "16 sampled, 10 trained on, 0 kept at the end (62.5% together; 3 per fault were lost)" in tally.text()
+
+
+async def test_what_a_run_has_left_for_the_next_one_is_not_lost(tmp_path):
+    kept = KeptSamples(tmp_path, {})
+    for uid, tokens in (("a", 2), ("b", 3), ("b", 3)):
+        tensors = {"response_mask": torch.ones(1, tokens)}
+        batch = DataProto.from_dict(tensors, {"uid": np.array([uid], dtype=object)})
+        kept.append(3, (0, batch, 0.1, None), batch)
+    unfinished = [(str((uid, 0)), call("first", said([1] * 5, version=1))) for uid in "abc"]
+    await written(kept.directory, *unfinished)
+    assert soak.kept(kept.directory, {"a"}) == 3 + 5
+    assert soak.kept(tmp_path / "none", {}) == 0
+
+
+def test_a_call_that_is_made_twice_and_another_one_in_its_place_are_counted(tmp_path):
+    run = Run(tmp_path)
+    for directory in (tmp_path / "samples", run.tokens, run.calls):
+        directory.mkdir()
+    (run.calls / "7").write_text("begun a one 0\nended a one 0\nbegun b one 1\nbegun c two 0\n")
+    (run.calls / "8").write_text("begun b one 1\nended b one 1\nbegun d two 0\n")
+    assert [paying_tool.is_paying(run.calls, pid) for pid in (7, 8, 9)] == [True, True, False]
+    tally = Tally()
+    account(run, tally)
+    assert "calls of tools: 5; made twice: 1; others in their place: 1" in tally.text()
 
 
 def test_recoveries_of_trainer_ranks_are_told_by_their_parts_and_steps_without_one_apart():
@@ -80,10 +113,28 @@ def test_recoveries_of_trainer_ranks_are_told_by_their_parts_and_steps_without_o
     assert undisturbed == "an undisturbed step: 1.50"
 
 
-def test_a_run_of_the_soak_is_one_that_starts(tmp_path):
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_a_run_of_the_soak_is_one_that_starts(tmp_path, with_tools):
     model = make_tiny_model(tmp_path / "model")
     given = [f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path / 'out'}", *soak.QUICK]
-    assert check_ppo(load_config(given)).problems == []
+    tools = paying_tool.keys_of(tmp_path / "calls") if with_tools else ()
+    assert check_ppo(load_config([*given, *tools])).problems == []
+
+
+async def test_every_message_is_a_call_of_the_paying_tool_which_writes_it_down(tmp_path):
+    tokenizer = build_tokenizer()
+    parser = paying_tool.EveryMessageParser(tokenizer)
+    tool = paying_tool.PayingTool({"directory": str(tmp_path), "most_s": 0.0})
+    (call,) = await parser.calls([1, 2, 3], [tool.schema])
+    assert (call.name, call.error) == (tool.name, None)
+    assert 0 < len(parser.stop_token_ids) < len(tokenizer) / 10
+    sample = AgentData("one", idempotency_key="a")
+    for _ in range(2):
+        assert await tool.answer(call.arguments, sample) == "paid"
+        assert "was interrupted" in await tool.outcome_of(call.arguments, sample)
+    assert len(sample.tool_rewards) == 4
+    assert not paying_tool.is_paying(tmp_path, os.getpid())
+    assert paying_tool.payments(tmp_path) == (2, 0, 0)
 
 
 def test_only_what_is_asked_for_is_hit(tmp_path):

@@ -146,7 +146,7 @@ def certify(model: Path, *, dtype: str, ranks: int, backend: str, scratch: Path)
     except ImportError as exc:
         raise BackendUnavailable(f"certify starts a vLLM engine, and vLLM cannot be imported: {exc}") from exc
 
-    hf_config = json.loads((model / "config.json").read_text())
+    hf_config = json.loads((model / "config.json").read_text("utf-8"))
     certificate = Certificate(
         model=str(model),
         architecture=", ".join(hf_config.get("architectures") or [hf_config.get("model_type", "?")]),
@@ -385,7 +385,9 @@ def _main(options: argparse.Namespace) -> int:
         sys.stderr.write(f"error: {exc}\n")
         return 2
     if options.json is not None:
-        options.json.write_text(json.dumps(asdict(certificate) | {"passed": certificate.passed}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps(asdict(certificate) | {"passed": certificate.passed}, indent=2) + "\n", "utf-8"
+        )
     sys.stdout.write(table(certificate) + "\n")
     return 0 if certificate.passed else 1
 

@@ -110,7 +110,7 @@ def _exported(part: Path) -> dict[str, Path]:
 def _digests(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in noted_in(directory, [""]):
-        found |= json.loads(path.read_text())
+        found |= json.loads(path.read_text("utf-8"))
     return found
 
 

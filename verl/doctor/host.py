@@ -129,7 +129,7 @@ def _shared_memory(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
         "emptyDir of medium Memory), or set VERL_SHM_DIR to another tmpfs",
         value=usage.free / 2**30,
     )
-    huge = HUGE.read_text() if HUGE.exists() else ""
+    huge = HUGE.read_text("utf-8") if HUGE.exists() else ""
     on = any(f"[{choice}]" in huge for choice in ("always", "within_size", "advise", "force")) or "huge=" in _mount(
         directory
     )
@@ -143,7 +143,7 @@ def _shared_memory(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
 
 
 def _mount(directory: Path) -> str:
-    for line in Path("/proc/mounts").read_text().splitlines():
+    for line in Path("/proc/mounts").read_text("utf-8").splitlines():
         _, place, _, options, *_ = line.split()
         if place == str(directory):
             return options
@@ -175,7 +175,7 @@ def _files(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
 
 
 def _ports(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
-    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("utf-8").split())
     used = sum(low <= int(line.split()[1].rpartition(":")[2], 16) <= high for line in _sockets())
     free = high - low + 1 - used
     enough = free >= LEAST_PORTS
@@ -189,7 +189,7 @@ def _ports(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
 
 
 def _sockets() -> list[str]:
-    return Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return Path("/proc/net/tcp").read_text("utf-8").splitlines()[1:]
 
 
 def _backend(host: str, config: CheckpointEngineConfig) -> Iterator[Finding]:

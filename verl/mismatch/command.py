@@ -387,7 +387,7 @@ def _main(options: argparse.Namespace) -> int:
             found = look(sides, settings, engine_sampling=of_engine, sampling=sampling)
         passed = found.passes(options.tolerance)
         if options.json is not None:
-            options.json.write_text(json.dumps(found.as_dict() | {"passed": passed}, indent=2) + "\n")
+            options.json.write_text(json.dumps(found.as_dict() | {"passed": passed}, indent=2) + "\n", "utf-8")
         if options.html is not None:
             options.html.write_text(html(found, options.tolerance), encoding="utf-8")
     except (CheckpointEngineError, ConfigError, OSError) as exc:

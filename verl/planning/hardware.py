@@ -87,7 +87,7 @@ UNKNOWN = Hardware(measured={})
 def read_hardware(path: Path) -> Hardware:
     """The hardware in a file of `verl-sync doctor --json`. Raises ConfigError."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text("utf-8"))
         findings = [(one["check"], float(one["value"])) for one in document["findings"] if one["value"] is not None]
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ConfigError(f"--hardware {path} is not what `verl-sync doctor --json` writes: {exc}") from exc

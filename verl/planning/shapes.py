@@ -61,7 +61,7 @@ def _config(path: Path) -> tuple[Any, tuple[str, ...]]:
     if not file.is_file():
         raise ConfigError(f"{path} is neither a model directory with a config.json nor such a file")
     try:
-        fields = json.loads(file.read_text())
+        fields = json.loads(file.read_text("utf-8"))
     except (ValueError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{file} is no JSON: {exc}") from exc
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):

@@ -138,7 +138,7 @@ class Checkpoints:
                 "base_model": self._base_model,
                 "created_s": time.time(),
             }
-            (draft / RECORD).write_text(json.dumps(record))
+            (draft / RECORD).write_text(json.dumps(record), "utf-8")
             sync_to_disk(draft)
             target = folder / (name or digest[:32])
             if target.exists():
@@ -225,7 +225,7 @@ def checked_name(name: str) -> str:
 
 def _record(directory: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((directory / RECORD).read_text())
+        found: dict[str, Any] = json.loads((directory / RECORD).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return found

@@ -65,7 +65,7 @@ def read_keys(path: Path) -> dict[str, str]:
     from verl.tenants.checkpoints import NAME
 
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--keys {path}: {exc}") from exc
     keys: dict[str, str] = {}

@@ -43,7 +43,7 @@ class Names:
             if meant[-1:] != [entry]:
                 file.parent.mkdir(exist_ok=True)
                 with tempfile.TemporaryDirectory(prefix=".draft-", dir=file.parent) as draft:
-                    (Path(draft) / file.name).write_text(json.dumps([*meant, entry][-KEPT:]))
+                    (Path(draft) / file.name).write_text(json.dumps([*meant, entry][-KEPT:]), "utf-8")
                     sync_to_disk(Path(draft))
                     (Path(draft) / file.name).rename(file)
                 sync_to_disk(file.parent)
@@ -80,7 +80,7 @@ class Names:
 
 def _read(file: Path) -> list[dict[str, str]]:
     try:
-        found: list[dict[str, str]] = json.loads(file.read_text())
+        found: list[dict[str, str]] = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         return []
     return found

@@ -172,7 +172,7 @@ class CheckpointDirectory:
                 # the adapters, which they write for others.
                 theirs = [*noted_in(partial, PARTS), *partial.glob("*/lora_adapter/*")]
                 write_digests(partial, [*files, *(str(path.relative_to(partial)) for path in theirs)])
-                self._new_pointer.write_text(str(state.step))
+                self._new_pointer.write_text(str(state.step), "utf-8")
                 sync_to_disk(partial)
                 sync_to_disk(self.root)
         except BaseException:
@@ -232,7 +232,7 @@ class CheckpointDirectory:
 
     def _pointed_to(self, pointer: Path) -> str:
         try:
-            name = f"global_step_{pointer.read_text().strip()}"
+            name = f"global_step_{pointer.read_text('utf-8').strip()}"
         except UnicodeDecodeError:
             name = ""
         if not _NAME.fullmatch(name):
@@ -300,7 +300,7 @@ def _replaced(path: Path) -> Path:
 
 def _record(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads((path / RECORD).read_text())
+        record = json.loads((path / RECORD).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError(f"{path / RECORD} is not the record of a checkpoint: {exc}") from exc
     if not isinstance(record, dict):

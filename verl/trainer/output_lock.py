@@ -66,7 +66,7 @@ def is_written(directory: Path) -> bool:
 def _opened(path: Path) -> Iterator[TextIO | None]:
     """The file, locked; None where the file system has no locks."""
     while True:
-        with path.open("a+") as file:
+        with path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as exc:

@@ -55,7 +55,7 @@ class Supervisor:
                 logger.error("the driver %s; it is not started again: %s", what, why)
                 return FAILURE if code < 0 else code
             self._deaths.append(time.monotonic())
-            begins = "at the first step" if now == self._at_start else f"after step {self._pointer.read_text().strip()}"
+            begins = "at the first step" if now is None or now == self._at_start else f"after step {now[0].strip()}"
             logger.warning("the driver %s; it is started again, %s", what, begins)
 
     def _driver(self) -> int:
@@ -72,7 +72,7 @@ class Supervisor:
     def _checkpoint(self) -> tuple[str, int] | None:
         """What the pointer to the newest checkpoint says, and since when."""
         try:
-            return self._pointer.read_text(), self._pointer.stat().st_mtime_ns
+            return self._pointer.read_text("utf-8"), self._pointer.stat().st_mtime_ns
         except FileNotFoundError:
             return None
 

@@ -15,7 +15,7 @@ _CHUNK = 2**24
 def write_digests(directory: Path, names: Iterable[str], file: str = "digests.json") -> None:
     """Write the digests of `names` in `directory`. `file` is named `digests*.json`: each writer has its own."""
     found = {name: [(directory / name).stat().st_size, _digest(directory / name)] for name in sorted(names)}
-    (directory / file).write_text(json.dumps(found))
+    (directory / file).write_text(json.dumps(found), "utf-8")
 
 
 def noted_in(directory: Path, parts: Iterable[str]) -> list[Path]:
@@ -50,7 +50,7 @@ def damaged(directory: Path, *, bytes_up_to: int | None = None, share: tuple[int
 
 def _noted(directory: Path) -> Iterator[tuple[str, tuple[int, str]]]:
     for file in noted_in(directory, [""]):
-        for name, (nbytes, digest) in json.loads(file.read_text()).items():
+        for name, (nbytes, digest) in json.loads(file.read_text("utf-8")).items():
             yield str(name), (int(nbytes), str(digest))
 
 

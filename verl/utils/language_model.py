@@ -93,7 +93,7 @@ def patch_pixels(directory: str | Path) -> int | None:
 
 def _described(directory: str | Path) -> dict[str, Any]:
     try:
-        found = json.loads((Path(directory).expanduser() / "config.json").read_text())
+        found = json.loads((Path(directory).expanduser() / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

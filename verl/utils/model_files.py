@@ -44,7 +44,7 @@ def weight_tensors(directory: Path, key: str) -> Tensors:
             return _header(directory / SINGLE_FILE, key)
         raise ConfigError(f"{key}={directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{_other_weights(directory)}")
     try:
-        file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        file_of: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
         files = sorted(set(file_of.values()))
         "".join(files)  # TypeError unless they are texts
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:

@@ -98,7 +98,7 @@ def job_name() -> str:
 
 def host_id() -> str:
     """The same for processes that share memory files, also in containers of one host that do."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     return f"{boot}/{envs.shm_dir().stat().st_dev}"
 
 

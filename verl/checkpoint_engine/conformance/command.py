@@ -212,7 +212,7 @@ def main(options: Options, scratch: Path, *, html: Path | None, junit: Path | No
         say(f"error: {exc}")
         return 2
     writers: list[tuple[Path | None, Callable[[Report, Path], Any]]] = [(html, write_html), (junit, write_junit)]
-    writers.append((answer, lambda found, file: file.write_text(json.dumps(as_json(found), indent=2) + "\n")))
+    writers.append((answer, lambda found, file: file.write_text(json.dumps(as_json(found), indent=2) + "\n", "utf-8")))
     for file, write in writers:
         if file is not None:
             write(report, file)

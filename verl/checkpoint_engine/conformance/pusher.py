@@ -103,7 +103,7 @@ class Pusher:
         """The memory that it shares with the engine, under no name or one of torch's."""
         found = []
         with suppress(OSError):
-            mapped = Path(f"/proc/{self.pid}/maps").read_text().split()
+            mapped = Path(f"/proc/{self.pid}/maps").read_text("utf-8").split()
             found += [Path(word) for word in dict.fromkeys(mapped) if word.startswith(TORCH)]
         for one in Path(f"/proc/{self.pid}/fd").iterdir():
             with suppress(OSError):

@@ -174,5 +174,6 @@ def write_html(report: Report, file: Path) -> None:
         f"Oracle: {html.escape(report.oracle)}; tolerance {report.tolerance:g} nats. {report.groups} tensors, "
         f"{len(report.unseen)} not seen, weakest effect {report.weakest:.2g} nats. "
         f"Prefix cache: {html.escape(report.cache)}."
-        f"<table>{header}{rows}</table><ul>{found}</ul>"
+        f"<table>{header}{rows}</table><ul>{found}</ul>",
+        "utf-8",
     )

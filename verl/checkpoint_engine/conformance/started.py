@@ -142,7 +142,7 @@ def _await(server: subprocess.Popen[bytes], url: str, log: Path, name: str, time
 
 
 def _said(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text("utf-8", errors="replace").splitlines()
     errors = [line.strip() for line in lines if "rror" in line] or lines
     return " | ".join(errors[-SHOWN_LINES:])
 

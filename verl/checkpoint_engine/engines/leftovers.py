@@ -41,7 +41,7 @@ class Leftovers:
         sweep(temporary, PREFIX)
         self.directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
         """The engine's sockets and temporary files."""
-        self._lock = (self.directory / "lock").open("w")
+        self._lock = (self.directory / "lock").open("w", encoding="utf-8")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._janitor = Janitor(self.directory)
         self._found: set[Path] = set()
@@ -119,7 +119,7 @@ def shared_memory_of(pid: int) -> set[Path]:
     mapped: set[str] = set()
     for process in psutil.Process(pid).children(recursive=True):
         try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            maps = Path(f"/proc/{process.pid}/maps").read_text("utf-8")
         except (FileNotFoundError, ProcessLookupError):
             continue
         # By number: a semaphore is mapped under a name that it has for a moment only.

@@ -21,9 +21,11 @@ def free_host_nbytes() -> int:
     free: int = psutil.virtual_memory().available
     try:
         group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines()).get("inactive_file", 0)
+        limit = (group / "memory.max").read_text("utf-8").strip()
+        used = int((group / "memory.current").read_text("utf-8"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines()).get(
+            "inactive_file", 0
+        )
     except OSError:  # no control groups of version 2 here, or no limit to see
         return free
     return free if limit == "max" else max(min(free, int(limit) - used + int(cached)), 0)

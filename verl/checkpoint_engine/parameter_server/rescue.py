@@ -122,7 +122,7 @@ class Rescue:
     def _started(self) -> CleanupProcess:
         if self._process is None:
             root, writer = self._directory(), msgspec.json.encode(self._writer.rescuer()).decode()
-            with (root / "lock").open("w") as lock:  # its process holds it, and sees to what is kept
+            with (root / "lock").open("w", encoding="utf-8") as lock:  # its process holds it, and sees to what is kept
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 arguments = (str(root), self._answers, writer)
                 self._process = CleanupProcess(Path(rescuing.__file__), *arguments, holding=lock.fileno())

@@ -169,7 +169,7 @@ def rescue_sglang(what: dict[str, Any], who: str, call: Call) -> None:
     """
     import fcntl
 
-    with open(what["claim"], "a+") as claim:
+    with open(what["claim"], "a+", encoding="utf-8") as claim:
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_there = os.path.samestat(os.stat(what["claim"]), os.fstat(claim.fileno()))

@@ -59,7 +59,7 @@ class Writer(msgspec.Struct, frozen=True):
 def _machine() -> str:
     """Empty where that cannot be told."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
@@ -68,7 +68,7 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     """In ticks since the machine's start; empty if there is no such process, or it is one that has ended."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if state in "ZX" else fields[18]

@@ -17,7 +17,7 @@ def make_key(file: Path) -> bool:
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            with os.fdopen(descriptor, "w") as made:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as made:
                 made.write(secrets.token_hex(LEAST_LENGTH) + "\n")
         except OSError:
             file.unlink(missing_ok=True)

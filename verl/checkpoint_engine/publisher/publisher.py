@@ -456,7 +456,7 @@ def urls_of(endpoints: Sequence[str] | Path) -> list[str]:
         raise ConfigError(f"endpoints is a list of URLs, or a Path to a file of them: [{endpoints!r}]?")
     if isinstance(endpoints, Path):
         try:
-            found = [line.strip() for line in endpoints.read_text().splitlines()]
+            found = [line.strip() for line in endpoints.read_text("utf-8").splitlines()]
         except OSError as exc:
             raise ConfigError(f"the file of endpoints {endpoints} cannot be read: {exc.strerror}") from exc
     else:

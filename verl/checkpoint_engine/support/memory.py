@@ -76,7 +76,7 @@ def most(uses: Iterable[MemoryUse]) -> MemoryUse | None:
 def resident(pid: int | str = "self") -> Mapping[str, int]:
     """Bytes by the kernel's names: VmRSS, VmHWM (the peak) and RssShmem. Empty if the process is gone."""
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/status").read_text("utf-8")
     except OSError:
         return {}
     return {name: int(kib) * 1024 for name, kib in _KIB.findall(text)}
@@ -208,7 +208,7 @@ def _with_peaks(now: MemoryUse, before: MemoryUse) -> MemoryUse:
 
 def _begin_new_peak() -> None:
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text(RESET_PEAK)
+        Path("/proc/self/clear_refs").write_text(RESET_PEAK, "utf-8")
 
 
 @cache

@@ -108,7 +108,7 @@ class ProbedSGLang:
         self._aside(self._sglang.end_weight_update)
         if not success:
             raise RuntimeError(f"it refuses to be asked: {message}")
-        answer = json.loads(Path(str(reply).format(0)).read_text())
+        answer = json.loads(Path(str(reply).format(0)).read_text("utf-8"))
         if "failed" in answer:
             raise RuntimeError(answer["failed"])
         return [answer["answer"]]

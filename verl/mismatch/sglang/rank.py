@@ -44,7 +44,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         answer = {"answer": getattr(_extensions[path], order["method"])(*order["arguments"])}
     except Exception:  # noqa: BLE001 - whatever SGLang raises
         answer = {"failed": traceback.format_exc()}
-    Path(order["reply"].format(torch.distributed.get_rank())).write_text(json.dumps(answer))
+    Path(order["reply"].format(torch.distributed.get_rank())).write_text(json.dumps(answer), "utf-8")
 
 
 class Probe:

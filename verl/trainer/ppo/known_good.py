@@ -132,7 +132,7 @@ def _nbytes_of_arena(config: PPOConfig, tensors: Tensors) -> int:
 
 def _positions(model: Path, config: PPOConfig) -> bool:
     try:
-        limit: int = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+        limit: int = json.loads((model / "config.json").read_text("utf-8"))["max_position_embeddings"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return config.data.max_prompt_length + config.data.max_response_length <= limit

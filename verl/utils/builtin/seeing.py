@@ -119,4 +119,4 @@ def save_seeing_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    (Path(directory) / "preprocessor_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    (Path(directory) / "preprocessor_config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")

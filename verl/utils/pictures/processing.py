@@ -282,7 +282,7 @@ def _class_of(directory: str | Path, config: PretrainedConfig) -> Any:
     for read in (
         lambda: processor.get_processor_dict(directory)[0],
         lambda: ImageProcessingMixin.get_image_processor_dict(directory)[0],
-        lambda: json.loads(tokenizer.read_text()) if tokenizer.is_file() else {},
+        lambda: json.loads(tokenizer.read_text("utf-8")) if tokenizer.is_file() else {},
     ):
         if (name := read().get("processor_class")) is not None:
             if (kind := processor_class_from_name(name)) is None:

@@ -44,7 +44,7 @@ def _asked_by() -> str:
 def read(digest: str) -> dict[str, Any] | None:
     """The result under `digest`; None if there is none, or it cannot be read."""
     try:
-        found = json.loads(_file(digest).read_text())
+        found = json.loads(_file(digest).read_text("utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -57,7 +57,7 @@ def write(digest: str, answer: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(dir=file.parent, prefix=f".{digest[:12]}-")
         try:
-            with os.fdopen(descriptor, "w") as opened:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
                 json.dump(answer, opened)
             os.replace(partial, file)
         except BaseException:

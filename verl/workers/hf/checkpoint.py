@@ -103,7 +103,7 @@ def _files_by_name(directory: Path) -> dict[str, str]:
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model.path={directory} is not a Hugging Face model directory: it has no config.json")
     if (index := directory / INDEX_FILE).is_file():
-        return dict(json.loads(index.read_text())["weight_map"])
+        return dict(json.loads(index.read_text("utf-8"))["weight_map"])
     if not (directory / SINGLE_FILE).is_file():
         raise ConfigError(
             f"model.path={directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not read"

@@ -67,7 +67,7 @@ def write_hf_directory(
             first.do(partial(save_file, content, directory / file, metadata={"format": "pt"}))
         if len(groups) > 1:
             index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-            first.do(lambda: (directory / INDEX_FILE).write_text(index_text))
+            first.do(lambda: (directory / INDEX_FILE).write_text(index_text, "utf-8"))
         first.do(lambda: _copy_other_files(directory, model_config))
         if own_config is not None:
             first.do(lambda: own_config.save_pretrained(directory))
@@ -99,7 +99,7 @@ def _copy_other_files(directory: Path, model_config: HFModelConfig) -> None:
             if file.is_file() and _matches(file.name, TOKENIZER):
                 shutil.copyfile(file, directory / file.name)
     if model_config.custom_chat_template:
-        (directory / TEMPLATE_FILE).write_text(model_config.custom_chat_template)
+        (directory / TEMPLATE_FILE).write_text(model_config.custom_chat_template, "utf-8")
         _drop_other_templates(directory)
 
 
@@ -107,9 +107,9 @@ def _drop_other_templates(directory: Path) -> None:
     """Those of a processor, which go before `TEMPLATE_FILE`."""
     (directory / "chat_template.json").unlink(missing_ok=True)
     described = directory / "processor_config.json"
-    if described.is_file() and "chat_template" in (fields := json.loads(described.read_text())):
+    if described.is_file() and "chat_template" in (fields := json.loads(described.read_text("utf-8"))):
         del fields["chat_template"]
-        described.write_text(json.dumps(fields, indent=2) + "\n")
+        described.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -118,13 +118,13 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _write_config(file: Path, overrides: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     """The text stays as it is if nothing in it changes."""
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text("utf-8"))
     before = json.dumps(config)
     _merge(config, {key: value for key, value in overrides.items() if key != ATTENTION})
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = _dtype_name(dtype)
     if json.dumps(config) != before:
-        file.write_text(json.dumps(config, indent=2) + "\n")
+        file.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def _merge(config: dict[str, Any], fields: Mapping[str, Any]) -> None:

@@ -107,6 +107,6 @@ class RewardModelServer:
             connection.close()
 
     def _said(self) -> str:
-        lines = self._spec.log.read_text(errors="replace").splitlines()
+        lines = self._spec.log.read_text("utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line] or lines
         return f"{' | '.join(errors[-SHOWN_LINES:])} ({self._spec.log})"

@@ -138,7 +138,7 @@ def ends_of_files(directory: Path) -> set[int]:
     for file in ("generation_config.json", "config.json"):
         if (directory / file).exists():
             try:
-                ids |= _as_set(json.loads((directory / file).read_text()).get("eos_token_id"))
+                ids |= _as_set(json.loads((directory / file).read_text("utf-8")).get("eos_token_id"))
             except (ValueError, TypeError, AttributeError) as exc:
                 raise ConfigError(f"{directory / file} is damaged: {exc}") from exc
     return ids

@@ -29,7 +29,7 @@ class _Deaths(logging.Handler):
         match record.args:
             case (str(name), int() | None as code) if name.startswith("Vllm") and not self._file.exists():
                 code = _reaped(name) if code is None else code
-                self._file.write_text(json.dumps([name, code, multiprocessing.current_process().name]))
+                self._file.write_text(json.dumps([name, code, multiprocessing.current_process().name]), "utf-8")
 
 
 def _reaped(name: str) -> int | None:
@@ -55,7 +55,7 @@ def told_death(file: Path, pids: Mapping[int, int], of_core: int) -> str | None:
     """Describe the worker that died first, or None if `file` has none. `pids`: rank to pid. `of_core`: workers of each
     engine core."""
     try:
-        name, code, core = json.loads(file.read_text())
+        name, code, core = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
         return None
     data_rank = core.rpartition("_DP")[2]

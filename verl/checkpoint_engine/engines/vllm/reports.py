@@ -21,7 +21,7 @@ def write_report(directory: Path, rank: int, checked: EngineCheckResult | None, 
         "kept": checked.tensors_kept if checked is not None else 0,
         "differs": failure.message if isinstance(failure, IntegrityError) else None,
     }
-    (directory / f"{rank}.json").write_text(json.dumps(report))
+    (directory / f"{rank}.json").write_text(json.dumps(report), "utf-8")
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Workers:
 
 def write_worker(directory: Path, rank: int, kept_wide: Sequence[str]) -> None:
     """Write this worker's pid and wide tensors. Each worker calls it once, after it has built its model."""
-    (directory / f"{rank}.json").write_text(json.dumps({"kept_wide": list(kept_wide), "pid": os.getpid()}))
+    (directory / f"{rank}.json").write_text(json.dumps({"kept_wide": list(kept_wide), "pid": os.getpid()}), "utf-8")
 
 
 def take_workers(directory: Path) -> Workers:
     """Read and remove the files of `write_worker`. The server calls it once, before any report is written."""
-    found = {int(file.stem): json.loads(file.read_text()) for file in directory.glob("*.json")}
+    found = {int(file.stem): json.loads(file.read_text("utf-8")) for file in directory.glob("*.json")}
     for rank in found:
         (directory / f"{rank}.json").unlink()
     kept_wide = {name for worker in found.values() for name in worker["kept_wide"]}
@@ -55,7 +55,7 @@ def take_reports(directory: Path, version: int) -> EngineCheckResult | None:
     """
     reports = []
     for file in sorted(directory.glob("*.json")):
-        reports.append((file.stem, json.loads(file.read_text())))
+        reports.append((file.stem, json.loads(file.read_text("utf-8"))))
         file.unlink()
     if wrong := [f"rank {rank}: {report['differs']}" for rank, report in reports if report["differs"]]:
         raise IntegrityError("; ".join(wrong), version=version, phase="activate")

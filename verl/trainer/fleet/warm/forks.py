@@ -62,7 +62,7 @@ def take_limits(limits: list[list[int]]) -> None:
     *numbered, (score,) = limits
     for number, soft, hard in numbered:
         resource.setrlimit(number, (soft, hard))
-    with open("/proc/self/oom_score_adj", "w") as file:
+    with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
         file.write(str(score))
 
 

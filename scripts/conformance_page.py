@@ -88,15 +88,17 @@ requests in flight. `--level full` (default `quick`) goes on with one update eac
   After level 2 the update has to bring all weights. A server that kept them is named, as vLLM for CPUs.
 * **Clients leave.** They close their connections. Their prompts are asked again afterwards.
 * **Each other pause mode.** A kept answer is the old version's up to a token, and from there on the new one's.
-* **Adapter on top** (`disk`, vLLM with `--enable-lora`). The server had it before. The oracle is PEFT's merge into the
-  new base.
+* **Adapter on top** (`disk`, vLLM with `--enable-lora`). The server had it before, and requests for it are in flight.
+  The oracle is PEFT's merge into the new base.
 
 What a server lacks is reported as not tried.
 
 * **Oracle.** Transformers computes the log-probs of probe prompts for both versions, in float32 with the weights of
-  the server's dtype. A difference above the tolerance is a fault: 2e-4 nats in float32, 0.1 in bfloat16.
+  the server's dtype. A distance above the tolerance is a fault. In float32 it is 2e-4 nats for each token. In bfloat16
+  it is 0.1 nats in the mean of 24 tokens in a row: rounding averages out, and a missing tensor does not.
 * **Power.** For each tensor, and each expert of stacked ones, transformers also computes the log-probs without it.
-  So the report states the smallest effect, and lists tensors that do not show. Their noise is increased before.
+  So the report states the smallest effect, and lists tensors that do not show: less than twice the tolerance. Their
+  noise is increased before.
 * **Names.** Log-probs that differ are compared with those of a missing tensor, layer or tied copy, of exchanged
   tensors, and of several missing tensors.
 * **Limit.** From outside, a missing tensor and a stale copy of it look the same. The report then gives both

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from scripts import seeded_steps
+
 State = dict[str, torch.Tensor]
 Change = Callable[[State, State], State]
 FILE = "CONFORMANCE_SEED"
@@ -32,6 +34,8 @@ class Seed:
     """In transformers' model. Empty: any."""
     change: Change | None = None
     """Of a loader; None: it is not in a loader."""
+    step: str = ""
+    """Of `--level full`, that shows it; empty: any update does."""
 
 
 def keep(*names: str) -> Change:
@@ -115,7 +119,17 @@ ADAPTERS: dict[str, Seed] = {
     "an adapter twice as strong": Seed(fault="wrongly loaded"),
     "the cache of the old adapter": Seed(fault="stale cache"),
 }
-SEEDS = DENSE | ADAPTERS
+STEPS: dict[str, Seed] = {
+    "a copy is updated after sleep": Seed(fault="not delivered", step="after sleep 1"),
+    "the head is lost in sleep": Seed(fault="wrongly loaded", step="after sleep 2"),
+    "the cache of clients that left": Seed(fault="stale cache", step="clients leave"),
+    "abort does not pause": Seed(fault="mixed versions", step="pause mode abort"),
+    "the cache of what is kept": Seed(fault="stale cache", step="pause mode keep"),
+    "the adapter is lost": Seed(fault="wrong adapter", step="adapter on top"),
+    "no pause for the adapter": Seed(fault="mixed versions", step="adapter on top"),
+}
+"""Each shows in one step of `--level full`, and not in updates without it."""
+SEEDS = DENSE | ADAPTERS | STEPS
 
 
 def now() -> str:
@@ -141,6 +155,7 @@ def register() -> None:
     _labels(AsyncLLM)
     _adapters(LRUCacheWorkerLoRAManager)
     _replace(kv_cache_utils, "_gen_lora_extra_hash_keys", "the cache of the old adapter", lambda _: [])
+    seeded_steps.register(now)
 
 
 async def _nothing(*_: object, **__: object) -> None: ...
@@ -174,6 +189,7 @@ def _loads(owner: Any) -> None:
         new = {name: tensor.clone() for name, tensor in weights}
         seed = SEEDS.get(now())
         taken = seed.change(dict(before), dict(new)) if seed is not None and seed.change is not None else new
+        taken = seeded_steps.loaded(now(), self, before, taken)
         before.update(taken)
         return own(self, iter(taken.items()))
 

@@ -191,7 +191,7 @@ GPT_LIKE: dict[str, Config] = {
         max_position_embeddings=256,
         window_size=WINDOW,
     ),
-    "gpt_neox": _like(_WIDE),
+    "gpt_neox": _like(_WIDE, _EQUAL_HEADS),
     "gptj": _only(_GPT2, rotary_dim=16),
     "codegen": _only(_GPT2, rotary_dim=16),
     "opt": _only(hidden_size=128, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256),

@@ -19,6 +19,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.http_server import client_has_left, http_server
+from verl.checkpoint_engine.conformance.sequence import IN_FLIGHT
 
 State = dict[str, torch.Tensor]
 Loader = Callable[[State, State], State]
@@ -54,7 +55,7 @@ class SlowEngine:
         self.longest = 256
         self.keeps_weights_asleep = self.wakes_as_a_copy = False
         self.keeps_cache_of_the_left = self.drops_kept = self.keeps_kept_cache = self.aborts_nothing = False
-        self.keeps_merged_base = False
+        self.keeps_merged_base = self.drops_adapters = False
         self.model = getattr(self, "_loads_into", self.model)
         self._loads_into = self.model
         self.leaks_adapters = self.ignores_adapters = False
@@ -191,6 +192,8 @@ class SlowEngine:
         with self._may_run:
             if self.drops_running:
                 self._may_run.wait_for(lambda: self._running, timeout=60)
+            if self.drops_adapters and self._adapters:
+                self._may_run.wait_for(lambda: self._running > IN_FLIGHT, timeout=60)
             if self._mode != "wait" and (self.drops_kept or self.keeps_kept_cache or self.aborts_nothing):
                 begun = self._num_begun
                 self._may_run.wait_for(lambda: self._num_begun > begun, timeout=60)
@@ -264,6 +267,8 @@ class SlowEngine:
             if number == num_tokens // 2:
                 self._load_what_waits()
             if (self.drops_running and self._paused) or (self.drops_kept and self._mode == "keep" and self._paused):
+                return None
+            if self.drops_adapters and self._paused and name in self._adapters:
                 return None
             if client_has_left():
                 self._left.add(key)

@@ -12,13 +12,14 @@ from tests.checkpoint_engine.conformance.slow_engine import SlowEngine, State, s
 from verl.checkpoint_engine.certify import main
 from verl.checkpoint_engine.conformance.adapters import AdapterRun, Adapters, adapter_versions
 from verl.checkpoint_engine.conformance.command import prompts_of
+from verl.checkpoint_engine.conformance.distance import TOLERANCES
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM
 from verl.checkpoint_engine.conformance.routes import AdapterRoute
 from verl.checkpoint_engine.conformance.verdicts import Finding
 from verl.checkpoint_engine.errors import ConfigError
 from verl.utils.builtin import make_tiny_model
 
-TOLERANCE = 2e-4
+TOLERANCE = TOLERANCES["float32"]
 Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 
 
@@ -66,7 +67,7 @@ def run(served: tuple[SlowEngine, str], adapters: Adapters) -> Iterator[AdapterR
 def test_two_adapters_and_their_base_are_told_apart(run, served):
     steps = [run.warm("B"), run.warm("A", again=True)]
     assert [step.findings for step in steps] == [[], []]
-    assert max(step.deviation for step in steps) < TOLERANCE
+    assert max(step.deviation for step in steps) < TOLERANCE.nats
 
 
 def old(*names: str) -> Callable[[State, State], State]:

@@ -14,6 +14,7 @@ from verl.checkpoint_engine.certify import main
 from verl.checkpoint_engine.conformance import contract
 from verl.checkpoint_engine.conformance.command import prompts_of
 from verl.checkpoint_engine.conformance.contract import GONE, MIXED, NEW, OLD, STUCK
+from verl.checkpoint_engine.conformance.distance import TOLERANCES
 from verl.checkpoint_engine.conformance.faults import FaultRun
 from verl.checkpoint_engine.conformance.oracle import Oracle, changed_version
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM
@@ -21,7 +22,7 @@ from verl.checkpoint_engine.conformance.routes import DiskRoute
 from verl.checkpoint_engine.conformance.verdicts import Cell
 from verl.utils.builtin import make_tiny_model
 
-TOLERANCE = 2e-4
+TOLERANCE = TOLERANCES["float32"]
 DEADLINE_S = 24.0
 STUCK_S = 1.0
 """The deadline where nothing can happen before it."""

@@ -12,6 +12,7 @@ from tests.checkpoint_engine.conformance.slow_sglang import SlowSGLang, slow_sgl
 from tests.checkpoint_engine.conformance.test_verdicts import run_pytest
 from verl.checkpoint_engine.conformance.command import prompts_of
 from verl.checkpoint_engine.conformance.contract import NEW, OLD, STUCK
+from verl.checkpoint_engine.conformance.distance import TOLERANCES
 from verl.checkpoint_engine.conformance.faults import FaultRun
 from verl.checkpoint_engine.conformance.operators import SGLangOperator
 from verl.checkpoint_engine.conformance.oracle import Oracle, changed_version
@@ -21,7 +22,7 @@ from verl.checkpoint_engine.conformance.verdicts import Cell
 from verl.checkpoint_engine.errors import ActivationError, TransportError
 from verl.utils.builtin import make_tiny_model
 
-TOLERANCE = 2e-4
+TOLERANCE = TOLERANCES["float32"]
 Versions = tuple[Path, Path, Oracle]
 
 

@@ -12,6 +12,7 @@ from tests.checkpoint_engine.conformance.slow_engine import SlowEngine, State, s
 from verl.checkpoint_engine.certify import main
 from verl.checkpoint_engine.conformance.adapters import OnTop, on_top
 from verl.checkpoint_engine.conformance.command import prompts_of
+from verl.checkpoint_engine.conformance.distance import TOLERANCES
 from verl.checkpoint_engine.conformance.full import Leaving, Slept, full, in_mode
 from verl.checkpoint_engine.conformance.oracle import Oracle, changed_version
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM
@@ -20,7 +21,7 @@ from verl.checkpoint_engine.conformance.sequence import Run
 from verl.checkpoint_engine.conformance.verdicts import Step
 from verl.utils.builtin import make_tiny_model
 
-TOLERANCE = 2e-4
+TOLERANCE = TOLERANCES["float32"]
 STEPS = ["after sleep 1", "after sleep 2", "clients leave", "pause mode abort", "pause mode keep", "adapter on top"]
 
 
@@ -99,6 +100,7 @@ FAULTS = {
     "aborts nothing": ({"aborts_nothing": True, "step_s": 0.004}, "pause mode abort", "mixed versions"),
     "loses what it keeps": ({"drops_kept": True, "step_s": 0.004}, "pause mode keep", "lost request"),
     "keeps the cache of what it keeps": ({"keeps_kept_cache": True, "step_s": 0.004}, "pause mode keep", "stale cache"),
+    "loses requests for an adapter": ({"drops_adapters": True, "step_s": 0.004}, "adapter on top", "lost request"),
     "merges an adapter once": ({"keeps_merged_base": True}, "adapter on top", "stale derived state"),
 }
 

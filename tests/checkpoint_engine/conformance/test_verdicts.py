@@ -16,6 +16,7 @@ from tests import forked
 from tests.checkpoint_engine.conformance.slow_engine import Loader, SlowEngine, State, slow_engine
 from verl.checkpoint_engine.certify import main
 from verl.checkpoint_engine.conformance.command import Options, prompts_of
+from verl.checkpoint_engine.conformance.distance import TOLERANCES
 from verl.checkpoint_engine.conformance.oracle import MARGIN, Oracle, changed_version, load_model
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM
 from verl.checkpoint_engine.conformance.routes import DiskRoute
@@ -24,7 +25,7 @@ from verl.checkpoint_engine.conformance.verdicts import FAULTS, Finding
 from verl.utils.builtin import make_tiny_model
 
 PLUGIN = "verl.checkpoint_engine.conformance.pytest_plugin"
-TOLERANCE = 2e-4
+TOLERANCE = TOLERANCES["float32"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
@@ -194,7 +195,7 @@ def test_a_tied_head_that_is_a_copy_is_derived_state(tmp_path):
 def test_every_tensor_shows_in_the_probes_of_its_version(architecture, tmp_path):
     model = make_tiny_model(tmp_path / "A", architecture)
     oracle, amounts = changed_version(model, tmp_path / "B", prompts_of(250, 48), "float32", TOLERANCE, lambda _: None)
-    unseen = [name for name, effect in oracle.power().items() if effect <= MARGIN * TOLERANCE]
+    unseen = [name for name, effect in oracle.power(TOLERANCE).items() if effect <= MARGIN * TOLERANCE.nats]
     assert unseen == [], amounts
 
 
@@ -289,7 +290,7 @@ def test_a_run_that_breaks_off_leaves_the_server_with_its_own_version(bench, eng
     assert "bringing the server's own version back" in capsys.readouterr().err
     server = ProbedVLLM(served[1], timeout_s=60)
     found = torch.tensor([value for prompt in bench.oracle.prompts for value in server.log_probs(prompt)])
-    assert float((found - bench.oracle.of_old).abs().max()) < TOLERANCE
+    assert float((found - bench.oracle.of_old).abs().max()) < TOLERANCE.nats
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,12 @@ from tests.weight_sync.greedy import PROMPTS, hugging_face_tokens
 from verl.checkpoint_engine.conformance.command import Options, prompts_of
 from verl.checkpoint_engine.conformance.command import run as certified
 from verl.checkpoint_engine.conformance.contract import MIXED, STUCK
+from verl.checkpoint_engine.conformance.distance import TOLERANCES
 from verl.checkpoint_engine.conformance.faults import FaultRun
 from verl.checkpoint_engine.conformance.oracle import Oracle, changed_version
 from verl.checkpoint_engine.conformance.probes import ProbedSGLang
 from verl.checkpoint_engine.conformance.routes import SGLANG_ROUTES, Route
-from verl.checkpoint_engine.conformance.sequence import TOLERANCES, Run
+from verl.checkpoint_engine.conformance.sequence import Run
 from verl.checkpoint_engine.conformance.sglang_routes import SGLangDiskRoute
 from verl.checkpoint_engine.conformance.verdicts import Cell, Finding
 from verl.checkpoint_engine.errors import ActivationError, ConfigError, SyncAborted, TransportTimeout

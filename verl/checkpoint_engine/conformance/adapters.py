@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from .distance import Tolerance
 from .oracle import CHANGES, MARGIN, LogProbs, Oracle, Part, Prompts, load_model, log_probs
 from .probes import Probed, ProbedVLLM
 from .routes import AdapterRoute
@@ -52,8 +53,8 @@ class AdapterRun(Run):
         """Look at the base. Raises ConfigError if it is not the model's."""
         step = Step(name="base")
         found = self.probed(self.base)
-        step.tokens, step.deviation = len(found), float((found - self.of_base).abs().max())
-        if not step.deviation <= self.tolerance:
+        step.tokens, step.deviation = len(found), self.tolerance.away(found, self.of_base)
+        if not step.deviation <= self.tolerance.nats:
             raise ConfigError(f"the server does not compute with the model: it is {step.deviation:.3g} nats away")
         return self._kept(step)
 
@@ -87,20 +88,20 @@ class AdapterRun(Run):
 
     def _compare(self, step: Step, target: int, label: str, before: dict[str, str], flown: list[Flown]) -> None:
         super()._compare(step, target, label, before, flown)
-        away = float((self.probed(self.base) - self.of_base).abs().max())
-        if not away <= self.tolerance:
+        away = self.tolerance.away(self.probed(self.base), self.of_base)
+        if not away <= self.tolerance.nats:
             text = f"requests without an adapter are {away:.3g} nats away from the base model, which no update changed"
             step.findings.append(Finding(fault="wrong adapter", text=text, prompt=self.oracle.prompts[0]))
 
     def _named(self, found: LogProbs, target: int, before: dict[str, str]) -> Finding:
-        if float((found - self.of_base).abs().max()) <= self.tolerance:
+        if self.tolerance.allows(found, self.of_base):
             text = "requests for the adapter are computed with the base model alone"
             return Finding(fault="wrong adapter", text=text, prompt=self.oracle.prompts[0])
         return super()._named(found, target, before)
 
 
 def adapter_versions(
-    model: Path, scratch: Path, prompts: Prompts, dtype: str, tolerance: float, tell: Callable[[str], None]
+    model: Path, scratch: Path, prompts: Prompts, dtype: str, tolerance: Tolerance, tell: Callable[[str], None]
 ) -> Adapters:
     """Write two random adapters of every projection in attention and MLPs, in PEFT's form, with larger changes where
     smaller ones would not show. The oracle is PEFT's merged model. Raises ConfigError."""
@@ -114,7 +115,7 @@ def adapter_versions(
     for change in (*CHANGES[1:], None):
         old, new = (_written(base, directory, amounts, dtype) for directory in directories)
         oracle = Oracle(old, new, prompts, parts)
-        unseen = [name for name, effect in oracle.power().items() if effect <= MARGIN * tolerance]
+        unseen = [name for name, effect in oracle.power(tolerance).items() if effect <= MARGIN * tolerance.nats]
         if not unseen or change is None:
             break
         tell(f"{len(unseen)} of {len(parts)} tensors are changed by {change:g} standard deviations to be seen")
@@ -138,7 +139,7 @@ def on_top(run: Run, scratch: Path, dtype: str, route: AdapterRoute) -> OnTop:
 
 
 class OnTop(Beside):
-    """An adapter that the server has while its base is updated."""
+    """An adapter that the server has while its base is updated, with requests for it in flight."""
 
     def __init__(self, route: AdapterRoute, models: tuple[Any, Any]) -> None:
         """`models`: the adapter merged into each version."""
@@ -149,29 +150,32 @@ class OnTop(Beside):
         for _ in range(2):
             self._server.continued(run.long_prompt, 1)
         with_it = log_probs(self._models[1 if run.may_have_b else 0], run.oracle.prompts)
-        if not self._away(run.probed(), with_it) > run.tolerance:
+        if run.tolerance.allows(run.probed(), with_it):
             text = "requests without an adapter are computed with the one that is loaded"
             step.findings.append(Finding(fault="wrong adapter", text=text, prompt=run.oracle.prompts[0]))
+
+    @contextmanager
+    def during(self, run: Run) -> Iterator[None]:
+        self._flown = list[Flown]()
+        with run.requests(self._flown, self._server):
+            yield
 
     def after(self, run: Run, step: Step, target: int) -> None:
         prompts = run.oracle.prompts
         found, model = run.probed(self._server), self._models[target]
         step.tokens += len(found)
-        if not (away := self._away(found, log_probs(model, prompts))) <= run.tolerance:
+        if not (away := run.tolerance.away(found, log_probs(model, prompts))) <= run.tolerance.nats:
             fault, text = "wrong adapter", f"requests for the adapter are {away:.3g} nats from it on the new base"
-            if self._away(found, log_probs(self._models[1 - target], prompts)) <= run.tolerance:
+            if run.tolerance.allows(found, log_probs(self._models[1 - target], prompts)):
                 fault, text = "stale derived state", "the adapter is computed on the previous base"
-            elif self._away(found, run.oracle.of_new if target else run.oracle.of_old) <= run.tolerance:
+            elif run.tolerance.allows(found, run.oracle.of_new if target else run.oracle.of_old):
                 text = "requests for the adapter are computed with the new base alone"
             step.findings.append(Finding(fault=fault, text=text, prompt=prompts[0]))
         elif not run.is_of(self._server.continued(run.long_prompt, NUM_TOKENS), model):
             text = "a prompt that the adapter answered before the update goes on differently"
             step.findings.append(Finding(fault="stale cache", text=text, prompt=run.long_prompt))
+        run.look_at(step, self._flown, self._models[1 - target], model, None, " with the adapter")
         self._route.unload()
-
-    @staticmethod
-    def _away(found: LogProbs, expected: LogProbs) -> float:
-        return float((found - expected).abs().max())
 
 
 def _targets(model: Any) -> list[str]:

@@ -18,13 +18,14 @@ from ..publisher.sglang_endpoint import is_sglang
 from ..support.console import say
 from .adapters import AdapterRun, Adapters, OnTop, adapter_versions, on_top
 from .contract import INJECTED
+from .distance import TOLERANCES
 from .faults import CALLS, FaultRun, require_process
 from .full import full
 from .oracle import MARGIN, changed_version, configured_dtype, has_experts, vocabulary
 from .probes import Probed, ProbedSGLang, ProbedVLLM
 from .report import as_json, as_text, told, write_html, write_junit
 from .routes import AdapterRoute, Route, require_route, route_of
-from .sequence import FLIGHT_TOKENS, NUM_PROBES, NUM_TOKENS, PROBE_TOKENS, SHORT_TOKENS, TOLERANCES, Run, certify
+from .sequence import FLIGHT_TOKENS, NUM_PROBES, NUM_TOKENS, PROBE_TOKENS, SHORT_TOKENS, Run, certify
 from .verdicts import Report, Step
 
 FEWEST_TOKENS = 32
@@ -42,7 +43,6 @@ class Options:
     dtype: str = "auto"
     pause_mode: str = "wait"
     timeout_s: float = 300.0
-    tolerance: float | None = None
     level: str = QUICK
     """QUICK or FULL."""
     faults: Sequence[str] | None = None
@@ -74,7 +74,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
             f"{options.model} has experts, and in {dtype} a rounding chooses others than the oracle does: no tolerance "
             "tells that from a fault. Start the server with --dtype float32"
         )
-    tolerance = options.tolerance or TOLERANCES[dtype]
+    tolerance = TOLERANCES[dtype]
     longest = _longest(server)
     prompts = prompts_of(vocabulary(options.model), min(PROBE_TOKENS, longest - NUM_TOKENS - 1))
     adapters, computes = None, "transformers' model"
@@ -85,8 +85,8 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         computes = "PEFT's merged model"
     else:
         oracle, _ = changed_version(options.model, directories[1], prompts, dtype, tolerance, tell)
-    power = oracle.power()
-    seen = [effect for effect in power.values() if effect > MARGIN * tolerance]
+    power = oracle.power(tolerance)
+    seen = [effect for effect in power.values() if effect > MARGIN * tolerance.nats]
     report = Report(
         server=server.url,
         model=str(options.model),
@@ -96,7 +96,7 @@ def run(options: Options, scratch: Path, tell: Callable[[str], None] = say) -> R
         oracle=f"log-probs of {computes}, computed in float32 with the weights of each version",
         tolerance=tolerance,
         groups=len(power),
-        unseen=[name for name, effect in power.items() if effect <= MARGIN * tolerance],
+        unseen=[name for name, effect in power.items() if effect <= MARGIN * tolerance.nats],
         weakest=min(seen, default=0.0),
     )
     given: dict[str, Any] = {

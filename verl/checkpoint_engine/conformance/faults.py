@@ -147,7 +147,7 @@ class FaultRun(Run):
             hit.arm()
             # A pusher that imports beside requests in flight takes long.
             until(lambda: self._relay.num_open > 0 or pusher.has_ended, STARTS_WITHIN_S)
-            flight.enter_context(self._requests(flown))
+            flight.enter_context(self.requests(flown))
             self._relay.gate.set()
             self._await_end(hit)
             self._settle(hit)
@@ -172,7 +172,7 @@ class FaultRun(Run):
 
     def _shows(self, expected: LogProbs, directory: Path) -> bool:
         found = log_probs(load_model(directory, self.dtype), self.oracle.prompts)
-        return _differ(found, expected, MARGIN * self.tolerance)
+        return self.tolerance.away(found, expected) > MARGIN * self.tolerance.nats
 
     def _pusher(self, cell: Cell | None, directory: Path) -> Pusher:
         """`cell`: of the pusher that the fault hits, None for another one."""
@@ -257,8 +257,8 @@ class FaultRun(Run):
         cell.tokens = len(found)
         away = {}
         for version, expected in enumerate((self.oracle.of_old, self.oracle.of_new)):
-            away[version] = float((found - expected).abs().max())
-        serves = next((version for version, much in away.items() if much <= self.tolerance), None)
+            away[version] = self.tolerance.away(found, expected)
+        serves = next((version for version, much in away.items() if much <= self.tolerance.nats), None)
         if serves is None:
             cell.state = cell.state or MIXED
             cell.deviation = min(away.values())
@@ -296,7 +296,7 @@ class FaultRun(Run):
     def _require(self, version: int, label: str) -> None:
         """Raises TransportError unless the server computes with this version under this label."""
         found, expected = self.probed(), self.oracle.of_new if version else self.oracle.of_old
-        if _differ(found, expected, self.tolerance):
+        if not self.tolerance.allows(found, expected):
             raise TransportError("the next update was answered, and the server does not compute with it")
         if self.route.labels and self.server.label() != label:
             raise TransportError(f"after the next update the server reports {self.server.label()!r}, not {label!r}")
@@ -354,11 +354,6 @@ class _ClosedRoute:
             return route.push(directory, version)
         finally:
             route.close()
-
-
-def _differ(found: LogProbs, other: LogProbs, tolerance: float) -> bool:
-    """Whether log-probs differ by more, or are no numbers."""
-    return not float((found - other).abs().max()) <= tolerance
 
 
 def require_process(pid: int) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-
 from ..errors import CheckpointEngineError, ConfigError
 from .adapters import AdapterRun
 from .routes import PAUSE_MODES
@@ -81,9 +79,7 @@ class Slept(Beside):
         except (CheckpointEngineError, TypeError):  # no number, or none that JSON has
             return False
         expected = run.oracle.of_new if run.may_have_b else run.oracle.of_old
-        return torch.equal(found.isfinite(), expected.isfinite()) and bool(
-            ((found - expected).abs() <= run.tolerance).all()
-        )
+        return run.tolerance.allows(found, expected)
 
 
 class Leaving(Beside):

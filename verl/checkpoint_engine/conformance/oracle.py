@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from .distance import Tolerance
 
 Prompts = Sequence[Sequence[int]]
 LogProbs = torch.Tensor
@@ -137,10 +138,10 @@ class Oracle:
                 with self._with_old([part]):
                     self.effects[str(part)] = log_probs(self.new, self.prompts)
 
-    def power(self) -> dict[str, float]:
-        """Part to the largest change of a log-prob that its absence makes, in nats."""
+    def power(self, tolerance: Tolerance) -> dict[str, float]:
+        """Part to the distance that its absence makes, in nats."""
         self.measure()
-        return {name: float((found - self.of_new).abs().max()) for name, found in self.effects.items()}
+        return {name: tolerance.away(found, self.of_new) for name, found in self.effects.items()}
 
     @contextmanager
     def _with_old(self, parts: Sequence[Part]) -> Iterator[None]:
@@ -247,19 +248,19 @@ class Oracle:
                 place.copy_(before)
         return Hypothesis("wrongly loaded", text, names, found)
 
-    def explain(self, found: LogProbs, tolerance: float) -> Hypothesis:
+    def explain(self, found: LogProbs, tolerance: Tolerance) -> Hypothesis:
         """The first hypothesis that gives `found` within `tolerance`; else that several tensors are missing; else
         "wrongly loaded" without names."""
         for hypotheses in (self._likely(), self._others()):
-            tried = [(float((one.log_probs - found).abs().max()), one) for one in hypotheses]
+            tried = [(tolerance.away(found, one.log_probs), one) for one in hypotheses]
             away, nearest = min(tried, key=lambda one: one[0], default=(float("inf"), None))
-            if nearest is not None and away <= tolerance:
+            if nearest is not None and away <= tolerance.nats:
                 return nearest
         return self._several(found, tolerance) or Hypothesis(
             "wrongly loaded", "no version, and no part of the two versions, has these log-probs", (), found
         )
 
-    def _several(self, found: LogProbs, tolerance: float) -> Hypothesis | None:
+    def _several(self, found: LogProbs, tolerance: Tolerance) -> Hypothesis | None:
         """Tensors of the previous version, added one by one as long as each brings the log-probs nearer."""
         taken: list[Part] = []
         nearest, left = float((self.of_new - found).norm()), list(self.parts)
@@ -268,13 +269,13 @@ class Oracle:
             for part in left:
                 with self._with_old([*taken, part]):
                     away = log_probs(self.new, self.prompts) - found
-                tried.append((float(away.norm()), float(away.abs().max()), part))
+                tried.append((float(away.norm()), tolerance.size(away.abs()), part))
             norm, most, part = min(tried, key=lambda one: one[0])
             if norm >= HELPS * nearest:
                 return None
             taken, nearest = [*taken, part], norm
             left.remove(part)
-            if most <= tolerance:
+            if most <= tolerance.nats:
                 names = tuple(map(str, taken))
                 return Hypothesis("partly loaded", "are those of the previous version", names, found)
         return None
@@ -314,7 +315,7 @@ def _noisy(tensor: torch.Tensor, amount: float, seed: str) -> torch.Tensor:
 
 
 def changed_version(
-    model: Path, directory: Path, prompts: Prompts, dtype: str, tolerance: float, tell: Callable[[str], None]
+    model: Path, directory: Path, prompts: Prompts, dtype: str, tolerance: Tolerance, tell: Callable[[str], None]
 ) -> tuple[Oracle, dict[str, float]]:
     """Write a version in which every tensor differs, by more where a smaller change would not show in log-probs.
     Returns the oracle, and the amount for each file's tensor (`write_version`); "" is that of all others."""
@@ -327,7 +328,7 @@ def changed_version(
     for change in (*CHANGES[1:], None):
         write_version(model, directory, amounts, seed=1)
         oracle = Oracle(old, load_model(directory, dtype), prompts)
-        unseen = [name for name, effect in oracle.power().items() if effect <= MARGIN * tolerance]
+        unseen = [name for name, effect in oracle.power(tolerance).items() if effect <= MARGIN * tolerance.nats]
         if not unseen or change is None:
             break
         tell(f"{len(unseen)} of {len(oracle.parts)} tensors are changed by {change:g} standard deviations to be seen")
@@ -337,8 +338,8 @@ def changed_version(
 
 CHANGES = (0.5, 4.0, 16.0)
 """Noise in standard deviations: of all tensors, then of those that do not show."""
-MARGIN = 3.0
-"""A tensor is seen if its absence changes a log-prob by this many tolerances."""
+MARGIN = 2.0
+"""A tensor is seen if its absence makes this many tolerances: rounding hides one of them at most."""
 
 
 def _in_files(part: str, names: Sequence[str]) -> list[str]:

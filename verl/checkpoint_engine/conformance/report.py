@@ -27,7 +27,7 @@ def told(step: Step) -> str:
 def as_text(report: Report) -> str:
     lines = [
         f"{report.engine} at {report.server}, {report.model} in {report.dtype}, route {report.route}",
-        f"oracle: {report.oracle}; tolerance {report.tolerance:g} nats",
+        f"oracle: {report.oracle}; tolerance {report.tolerance}",
         f"power: {report.groups - len(report.unseen)} of {report.groups} tensors change a log-prob, by at least "
         f"{report.weakest:.2g} nats, if one alone is missing",
     ]
@@ -55,12 +55,12 @@ def verdict(report: Report) -> str:
 def _steps(report: Report) -> Iterator[str]:
     yield f"prefix cache: {report.cache}"
     wide = 2 + max(len(step.name) for step in report.steps)
-    yield f"{'':<{wide}}{'update':>9}{'log-probs':>11}{'largest difference':>20}{'in flight':>11}"
+    yield f"{'':<{wide}}{'update':>9}{'log-probs':>11}{'distance':>10}{'in flight':>11}"
     for step in report.steps:
         if step.skipped:
             yield f"{step.name:<{wide}}not tried: {step.skipped}"
             continue
-        counts = f"{step.seconds:>7.2f} s{step.tokens:>11}{step.deviation:>20.2g}{step.in_flight:>11}"
+        counts = f"{step.seconds:>7.2f} s{step.tokens:>11}{step.deviation:>10.2g}{step.in_flight:>11}"
         yield f"{step.name:<{wide}}{counts}" + (f"  {step.note}" if step.note else "")
 
 
@@ -149,7 +149,7 @@ def _outcome(step: Step) -> str:
 
 def write_html(report: Report, file: Path) -> None:
     """One file without scripts or links to other files but the threads."""
-    header = "<tr><th>step<th>update<th>log-probs<th>largest difference<th>in flight<th>faults"
+    header = "<tr><th>step<th>update<th>log-probs<th>distance<th>in flight<th>faults"
     rows = "".join(
         f"<tr><td>{html.escape(step.name)}<td>{step.seconds:.2f} s<td>{step.tokens}<td>{step.deviation:.2g}"
         f"<td>{step.in_flight}<td>{html.escape(_outcome(step))}"
@@ -171,7 +171,7 @@ def write_html(report: Report, file: Path) -> None:
         "<style>body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.2em .8em}</style>"
         f"<h1>{html.escape(title)}</h1>"
         f"<p>{html.escape(report.model)} in {report.dtype} at {html.escape(report.server)}. "
-        f"Oracle: {html.escape(report.oracle)}; tolerance {report.tolerance:g} nats. {report.groups} tensors, "
+        f"Oracle: {html.escape(report.oracle)}; tolerance {report.tolerance}. {report.groups} tensors, "
         f"{len(report.unseen)} not seen, weakest effect {report.weakest:.2g} nats. "
         f"Prefix cache: {html.escape(report.cache)}."
         f"<table>{header}{rows}</table><ul>{found}</ul>",

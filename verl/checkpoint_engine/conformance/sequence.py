@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointEngineError, ConfigError, TransportError, TransportTimeout
+from .distance import Tolerance
 from .oracle import Hypothesis, LogProbs, Oracle, log_probs
 from .probes import Answer, Probed
 from .routes import Pushed, Route
 from .verdicts import Finding, Step
 
-TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1, "float16": 0.02}
-"""By dtype: the largest difference of two log-probs, in nats, that rounding in another order may make."""
 NUM_PROBES = 4
 PROBE_TOKENS = 48
 NUM_TOKENS = 12
@@ -73,7 +72,7 @@ class Run:
     """Of A as the old version and B as the new one. Its prompts are the probes."""
     directories: tuple[Path, Path]
     """Of A and B."""
-    tolerance: float
+    tolerance: Tolerance
     timeout_s: float
     pause_mode: str = "wait"
     flight_tokens: int = FLIGHT_TOKENS
@@ -96,8 +95,8 @@ class Run:
         step = Step(name="cold A")
         found = self.probed()
         step.tokens = len(found)
-        step.deviation = float((found - self.oracle.of_old).abs().max())
-        if step.deviation <= self.tolerance:
+        step.deviation = self.tolerance.away(found, self.oracle.of_old)
+        if step.deviation <= self.tolerance.nats:
             self._cold = found
         else:
             self._started = found
@@ -108,12 +107,12 @@ class Run:
         A changes nothing, and B does. Called when both have been brought."""
         if self._started is None or len(self._found) < 2:
             return
-        to_a, to_b = (float((self._found[target] - self._started).abs().max()) for target in (0, 1))
-        if to_a <= self.tolerance < to_b:
-            away = float((self._started - self.oracle.of_old).abs().max())
+        to_a, to_b = (self.tolerance.away(self._found[target], self._started) for target in (0, 1))
+        if to_a <= self.tolerance.nats < to_b:
+            away = self.tolerance.away(self._started, self.oracle.of_old)
             raise ConfigError(
                 f"the server computes otherwise than transformers: {away:.3g} nats away with the model that it was "
-                f"started with, and as far after the same weights came again, where {self.tolerance:g} are let pass. "
+                f"started with, and as far after the same weights came again, where {self.tolerance} are let pass. "
                 "What an update leaves out would not show. Compare the two with `verl-sync mismatch`"
             )
 
@@ -139,7 +138,7 @@ class Run:
                 return self._kept(step)
             before = self.server.digests()
             began = time.monotonic()
-            with self._requests(flown if in_flight else None), beside.during(self):
+            with self.requests(flown if in_flight else None), beside.during(self):
                 push = Pushed(self.route, self.directories[target], self.version)
                 self._last = to, push
                 label = push.result(self.timeout_s)
@@ -216,11 +215,11 @@ class Run:
         found = self._found[target] = self.probed()
         reported = self.server.label() if self.route.labels else None
         step.tokens += len(found)
-        step.deviation = float((found - expected).abs().max())
-        is_new = step.deviation <= self.tolerance
+        step.deviation = self.tolerance.away(found, expected)
+        is_new = step.deviation <= self.tolerance.nats
         if not is_new:
             step.findings.append(self._named(found, target, before))
-        elif target == 0 and self._cold is not None and (away := float((found - self._cold).abs().max())) > 0:
+        elif target == 0 and self._cold is not None and (away := self.tolerance.away(found, self._cold)) > 0:
             step.deviation = max(step.deviation, away)
         if reported is not None and reported != label:
             text = f"the server reports {reported!r} after it answered that it serves {label!r}"
@@ -239,7 +238,8 @@ class Run:
             elif self._beside is not None and not self.is_of(self._beside, model):
                 text = "a request sent after the update, while older ones ran, is not answered by the new version"
                 step.findings.append(Finding(fault="mixed versions", text=text, prompt=self._beside.prompt))
-        self._look_at(step, flown, target, label)
+        old = self.oracle.old if target else self.oracle.new
+        self.look_at(step, flown, old, model, label)
 
     def _ask_beside(self, step: Step) -> None:
         """Ask at once, while requests from before the update may still run."""
@@ -279,7 +279,10 @@ class Run:
         return ()
 
     def is_of(self, answer: Answer, model: object) -> bool:
-        return _distance(answer, model) <= self.tolerance
+        """Whether an answer has the log-probs that `model` gives its tokens."""
+        if not answer.tokens or len(answer.log_probs) != len(answer.tokens):
+            return False
+        return self.tolerance.allows(torch.tensor(list(answer.log_probs)), _teacher_forced(answer, model))
 
     def _fill_cache(self) -> Sequence[int]:
         """Have the server answer a long prompt twice, so that its prefix cache knows it."""
@@ -297,44 +300,47 @@ class Run:
             self.cache = "hit" if later > hits else "not hit: the prompt is shorter than a block, or there is none"
         return prompt
 
-    def _requests(self, flown: list[Flown] | None) -> InFlight:
+    def requests(self, flown: list[Flown] | None, server: Probed | None = None) -> InFlight:
+        """In flight while it is entered, to the server, or to `server`; none if `flown` is None."""
         prompts = [list(prompt)[: SHORT_TOKENS - at] for at, prompt in enumerate(self.oracle.prompts)]
-        return InFlight(self.server, prompts, self.flight_tokens, flown)
+        return InFlight(server or self.server, prompts, self.flight_tokens, flown)
 
-    def _look_at(self, step: Step, flown: list[Flown], target: int, label: str) -> None:
-        step.in_flight = len(flown)
-        new, old = (self.oracle.new, self.oracle.old) if target else (self.oracle.old, self.oracle.new)
+    def look_at(
+        self, step: Step, flown: list[Flown], old: object, new: object, label: str | None, whose: str = ""
+    ) -> None:
+        """What requests in flight show, which `old` or `new` has to answer. `whose`: words for those requests; `label`:
+        of `new`, or None if it is not compared."""
+        step.in_flight += len(flown)
         for one in flown:
-            if one.answer is None:
-                fault = "hung" if one.is_late else "lost request"
-                step.findings.append(Finding(fault=fault, text=f"a request in flight: {one.error}", prompt=one.prompt))
+            what = self._shown_by(one, old, new, label, whose)
+            if what is not None and (what.fault in ("hung", "lost request", "wrong label") or not step.findings):
+                step.findings.append(what)
                 return
-            answer = one.answer
-            if answer.aborted:
-                continue
-            if not answer.tokens:
-                step.findings.append(Finding(fault="lost request", text="an answer without tokens", prompt=one.prompt))
-                return
-            if self.pause_mode == "keep":
-                if not _goes_on(answer, old, new, self.tolerance) and not step.findings:
-                    text = "an answer that was kept during the update goes on from what the previous version computed"
-                    step.findings.append(Finding(fault="stale cache", text=text, prompt=one.prompt))
-                    return
-                continue
-            is_new, is_old = self.is_of(answer, new), self.is_of(answer, old)
-            if is_old and not is_new and one.label == label and self.version > 1:
-                text = f"the server reported {label!r} before it answered with the previous version"
-                step.findings.append(Finding(fault="wrong label", text=text, prompt=one.prompt))
-                return
-            if not is_new and not is_old and not step.findings:
-                place = _switch(answer, old, new, self.tolerance)
-                text = (
-                    "one answer is of no version"
-                    if place is None
-                    else f"one answer changes its version at token {place}"
-                )
-                step.findings.append(Finding(fault="mixed versions", text=text, prompt=one.prompt))
-                return
+
+    def _shown_by(self, one: Flown, old: object, new: object, label: str | None, whose: str) -> Finding | None:
+        def finding(fault: str, text: str) -> Finding:
+            return Finding(fault=fault, text=text, prompt=one.prompt)
+
+        answer = one.answer
+        if answer is None:
+            return finding("hung" if one.is_late else "lost request", f"a request in flight{whose}: {one.error}")
+        if answer.aborted:
+            return None
+        if not answer.tokens:
+            return finding("lost request", f"an answer{whose} without tokens")
+        if self.pause_mode == "keep":
+            if _goes_on(answer, old, new, self.tolerance):
+                return None
+            text = "that was kept during the update goes on from what the previous version computed"
+            return finding("stale cache", f"an answer{whose} {text}")
+        is_new, is_old = self.is_of(answer, new), self.is_of(answer, old)
+        if is_old and not is_new and label is not None and one.label == label and self.version > 1:
+            return finding("wrong label", f"the server reported {label!r} before it answered with the previous version")
+        if is_new or is_old:
+            return None
+        place = _switch(answer, old, new, self.tolerance)
+        what = "is of no version" if place is None else f"changes its version at token {place}"
+        return finding("mixed versions", f"one answer{whose} {what}")
 
 
 class InFlight:
@@ -406,29 +412,23 @@ def _teacher_forced(answer: Answer, model: object) -> LogProbs:
     return log_probs(model, [whole])[len(answer.prompt) - 1 :]
 
 
-def _distance(answer: Answer, model: object) -> float:
-    if not answer.tokens or len(answer.log_probs) != len(answer.tokens):
-        return float("inf")
-    return float((_teacher_forced(answer, model) - torch.tensor(list(answer.log_probs))).abs().max())
-
-
-def _switch(answer: Answer, old: object, new: object, tolerance: float) -> int | None:
+def _switch(answer: Answer, old: object, new: object, tolerance: Tolerance) -> int | None:
     """The token from which on an answer is no longer the old version's; None if it never was."""
     said = torch.tensor(list(answer.log_probs))
-    of_old = (_teacher_forced(answer, old) - said).abs() <= tolerance
-    if not of_old[0]:
-        return None
-    return int((~of_old).nonzero()[0]) if not of_old.all() else None
+    away = (_teacher_forced(answer, old) - said).abs()
+    of_old = [end for end in range(len(said) + 1) if tolerance.size(away[:end]) <= tolerance.nats]
+    return of_old[-1] or None
 
 
-def _goes_on(answer: Answer, old: object, new: object, tolerance: float) -> bool:
+def _goes_on(answer: Answer, old: object, new: object, tolerance: Tolerance) -> bool:
     """Whether an answer is the old version's up to a token, and from there on the new one's."""
     said = torch.tensor(list(answer.log_probs))
     if len(said) != len(answer.tokens):
         return False
-    of_old, of_new = ((_teacher_forced(answer, model) - said).abs() <= tolerance for model in (old, new))
-    until_old = int((~of_old).nonzero()[0]) if not of_old.all() else len(said)
-    return bool(of_new[until_old:].all())
+    of_old, of_new = ((_teacher_forced(answer, model) - said).abs() for model in (old, new))
+    ends = range(len(said) + 1)
+    until_old = min(ends, key=lambda end: float(of_old[:end].sum() + of_new[end:].sum()))
+    return tolerance.size(torch.cat([of_old[:until_old], of_new[until_old:]])) <= tolerance.nats
 
 
 def certify(run: Run, tell: Callable[[str], None]) -> Iterator[Step]:

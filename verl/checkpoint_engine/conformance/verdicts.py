@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .distance import Tolerance
+
 VLLM = "https://github.com/vllm-project/vllm"
 FAULTS = {
     "not delivered": ("The server computes with the previous version.", f"{VLLM}/issues/32718"),
@@ -76,7 +78,7 @@ class Step:
     name: str
     seconds: float = 0.0
     deviation: float = 0.0
-    """The largest difference of a probe's log-prob from the oracle's, in nats."""
+    """The distance of the probes' log-probs from the oracle's (`distance.Tolerance`), in nats."""
     tokens: int = 0
     """Log-probs that were compared."""
     in_flight: int = 0
@@ -119,12 +121,12 @@ class Report:
     engine: str
     dtype: str
     oracle: str
-    tolerance: float
-    """Log-probs may differ from the oracle's by this, in nats."""
+    tolerance: Tolerance
+    """How far log-probs may be from the oracle's."""
     groups: int = 0
     """Tensors, or slices of stacked tensors, whose single absence was computed."""
     unseen: Sequence[str] = ()
-    """Those of them whose absence changes no probe by more than the tolerance."""
+    """Those of them whose absence is hidden by rounding, or changes no probe."""
     weakest: float = 0.0
     """The smallest change, in nats, that the absence of one of the others makes."""
     cache: str = ""

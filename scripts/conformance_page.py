@@ -215,6 +215,26 @@ curl -s -X POST localhost:8000/v1/load_lora_adapter -H 'Content-Type: applicatio
 ask
 ```
 
+LFM2, same version and CPU, 2026-11-30: other log-probs than transformers', by up to a nat. The kernel that rotates
+queries and keys reads a tensor of tokens, heads and columns, which vLLM's LFM2 gives it, as one of heads: of `n` tokens
+it rotates the first `n` heads of all, one for each position. To reproduce, without a model; all numbers should be 0:
+
+```
+python -c '
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+from vllm import _custom_ops as ops
+n, heads, dim = 5, 4, 32
+angles = torch.arange(8.0)[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
+cache = torch.cat([angles.cos(), angles.sin()], -1)
+flat = torch.randn(n, heads * dim)
+cube = flat.clone().view(n, heads, dim)
+ops.rotary_embedding(torch.arange(n), flat, flat.clone(), dim, cache, True)
+ops.rotary_embedding(torch.arange(n), cube, cube.clone(), dim, cache, True)
+print((flat.view(n, heads, dim) - cube).abs().amax(-1))'
+```
+
 `load_lora_adapter` in place, same version, CPU and day. Requests keep the path that their adapter had when they
 arrived, and `load_inplace`. One that waited while the server was paused is therefore computed with the old adapter
 after the update, which it loads again: `certify` finds answers that change their version (`mixed versions`). An answer

@@ -41,6 +41,8 @@ DISK, LORA = "disk", "lora"
 SEEDS = {DISK: DENSE, LORA: ADAPTERS, "full": STEPS}
 """By kind of server."""
 TIMEOUT_S = 120.0
+FLIGHT_TOKENS = 480
+"""Of a model that is so small that 160 tokens may end before an update begins."""
 
 
 def plugin(directory: Path) -> str:
@@ -63,6 +65,7 @@ def runs(scratch: Path, model: Path, url: str, dtype: str, *, adapters: bool) ->
             directories=(model, scratch / "B"),
             tolerance=tolerance,
             timeout_s=TIMEOUT_S,
+            flight_tokens=FLIGHT_TOKENS,
         )
     made = adapter_versions(model, scratch, prompts, dtype, tolerance, print)
     route = adapter_route(url)

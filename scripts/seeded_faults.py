@@ -189,7 +189,7 @@ def _loads(owner: Any) -> None:
         new = {name: tensor.clone() for name, tensor in weights}
         seed = SEEDS.get(now())
         taken = seed.change(dict(before), dict(new)) if seed is not None and seed.change is not None else new
-        taken = seeded_steps.loaded(now(), self, before, taken)
+        taken = seeded_steps.loaded(now(), before, taken)
         before.update(taken)
         return own(self, iter(taken.items()))
 
@@ -213,6 +213,7 @@ def _adapters(owner: Any) -> None:
                 lora.lora_b.mul_(2)
         elif seed in OLD_MODULES:
             new.loras |= {name: lora for name, lora in old.items() if name.endswith(OLD_MODULES[seed])}
+        seeded_steps.with_adapter(new.loras)
         before[request.lora_name] = copy.deepcopy(new.loras)  # vLLM packs what it has, in place
         return new
 

@@ -22,20 +22,28 @@ class _Past:
     slept = 0
     """The level."""
     aborted = False
+    has_adapter = False
+    lost = False
+    """The adapter."""
 
 
-def loaded(seed: str, model: Any, before: State, new: State) -> State:
-    """What the loader of `model` takes instead of `new`."""
+def loaded(seed: str, before: State, new: State) -> State:
+    """What a loader takes instead of `new`."""
     slept, _Past.slept = _Past.slept, 0
     if seed == "a copy is updated after sleep" and slept == 1:
         return dict(before)
     if seed == "the head is lost in sleep" and slept == 2:
         return new | {HEAD: torch.zeros_like(new[HEAD])}
-    if seed == "the adapter is lost":
-        for module in model.modules():
-            for factor in getattr(module, "lora_b_stacked", ()):
-                factor.zero_()
+    _Past.lost = seed == "the adapter is lost" and _Past.has_adapter
     return new
+
+
+def with_adapter(loras: dict[str, Any]) -> None:
+    """Called when an adapter is loaded, and by each of its requests again, as vLLM loads it in place."""
+    _Past.has_adapter = True
+    if _Past.lost:
+        for lora in loras.values():
+            lora.lora_b.zero_()
 
 
 def register(now: Callable[[], str]) -> None:
@@ -66,6 +74,8 @@ def _sleeps(worker: Any) -> None:
 
 
 def _forgets(scheduler: Any, now: Callable[[], str]) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
     finish, own = scheduler.finish_requests, scheduler.reset_prefix_cache
 
     @functools.wraps(finish)
@@ -78,7 +88,7 @@ def _forgets(scheduler: Any, now: Callable[[], str]) -> None:
         if now() == "the cache of clients that left" and _Past.aborted:
             return True
         _Past.aborted = False
-        if now() == "the cache of what is kept" and self.running:
+        if now() == "the cache of what is kept" and self.pause_state is PauseState.PAUSED_ALL:
             return True
         return own(self, *arguments, **named)
 
@@ -95,8 +105,7 @@ def _pauses(engine: Any, core: Any, now: Callable[[], str]) -> None:
 
     @functools.wraps(is_complete)
     def has_paused(self: Any) -> Any:
-        if now() == "no pause for the adapter":
-            return all(request.lora_request is not None for request in self.scheduler.running)
-        return is_complete(self)
+        computes = any(request.lora_request is not None for request in self.scheduler.running)
+        return (now() == "no pause for the adapter" and computes) or is_complete(self)
 
     engine.pause_generation, core._pause_complete = pause, has_paused

@@ -14,14 +14,16 @@ import torch
 
 from tests import forked
 from tests.checkpoint_engine.conformance.slow_engine import Loader, SlowEngine, State, slow_engine
+from tests.checkpoint_engine.stand_in_vllm import stand_in
 from verl.checkpoint_engine.certify import main
 from verl.checkpoint_engine.conformance.command import Options, prompts_of
 from verl.checkpoint_engine.conformance.distance import TOLERANCES
 from verl.checkpoint_engine.conformance.oracle import MARGIN, Oracle, changed_version, load_model
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM
-from verl.checkpoint_engine.conformance.routes import DiskRoute
+from verl.checkpoint_engine.conformance.routes import DiskRoute, route_of
 from verl.checkpoint_engine.conformance.sequence import Run
 from verl.checkpoint_engine.conformance.verdicts import FAULTS, Finding
+from verl.checkpoint_engine.errors import ConfigError
 from verl.utils.builtin import make_tiny_model
 
 PLUGIN = "verl.checkpoint_engine.conformance.pytest_plugin"
@@ -316,3 +318,11 @@ def test_every_class_of_fault_has_a_meaning_and_a_thread():
         meaning.endswith(".") and thread.startswith("https://github.com/") for meaning, thread in FAULTS.values()
     )
     assert Options(server="", model=Path(), route="disk").pause_mode == "wait"
+
+
+@pytest.mark.parametrize("route", ["update", "checkpoint_engine"])
+def test_a_route_that_serves_one_worker_refuses_an_engine_of_two(route):
+    with stand_in(2) as (vllm, url):
+        with pytest.raises(ConfigError, match="has 2 workers, and this route brings versions to one"):
+            route_of(route, url, timeout_s=60, pause_mode="wait").check()
+        assert not vllm.paused

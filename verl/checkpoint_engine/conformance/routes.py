@@ -158,6 +158,7 @@ class UpdateRoute:
         from ..parameter_server.endpoints import Endpoint
 
         Endpoint(self._url, timeout_s=self._timeout_s).check(None, None)
+        _require_one_worker(HttpServer(self._url, timeout_s=self._timeout_s))
 
     def push(self, directory: Path, version: int) -> str:
         from ..parameter_server.endpoints import Endpoint
@@ -187,6 +188,7 @@ class CheckpointEngineRoute:
         self.pause_mode, self._timeout_s = pause_mode, timeout_s
 
     def check(self) -> None:
+        _require_one_worker(self._http)
         self._disk.check()
 
     def push(self, directory: Path, version: int) -> str:
@@ -267,6 +269,17 @@ class AdapterRoute:
 
     def close(self) -> None:
         self.unload()
+
+
+def _require_one_worker(server: HttpServer) -> None:
+    """Raises ConfigError: the ParameterServer of a run has one rank, which serves one worker."""
+    with suppress(Refused):
+        workers = server.call("GET", "/get_world_size")["world_size"]
+        if workers > 1:
+            raise ConfigError(
+                f"the engine at {server.url} has {workers} workers, and this route brings versions to one: --route "
+                "arena and disk bring them to all"
+            )
 
 
 def _through_parameter_server(

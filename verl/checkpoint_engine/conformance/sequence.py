@@ -344,7 +344,8 @@ class Run:
 
 
 class InFlight:
-    """Keeps `IN_FLIGHT` requests running while it is entered; what came of each is in `flown`."""
+    """Keeps `IN_FLIGHT` requests running while it is entered; what came of each is in `flown`. The first ones are of
+    different lengths, so that not all of them end at once: an update between answers would mix nothing."""
 
     def __init__(
         self, server: Probed, prompts: Sequence[Sequence[int]], num_tokens: int, flown: list[Flown] | None
@@ -377,10 +378,11 @@ class InFlight:
             label, sent = self._label(), time.monotonic()
             if first:
                 self._begun.release()
+            num_tokens = max(1, self._num_tokens * (number + 1) // IN_FLIGHT) if first else self._num_tokens
             first = False
             answer, error, late = None, "", False
             try:
-                answer = self._server.continued(prompt, self._num_tokens)
+                answer = self._server.continued(prompt, num_tokens)
             except CheckpointEngineError as exc:
                 error, late = str(exc), isinstance(exc, TransportTimeout)
             self._flown.append(

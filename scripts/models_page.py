@@ -38,6 +38,7 @@ from verl.utils.language_model import (  # noqa: E402
     SEEING,
     SEEING_IN_VLLM,
     WHY_NOT_IN_VLLM,
+    WITH_VIDEOS,
     WRAPPERS,
 )
 from verl.workers.engine.megatron.architectures import ARCHITECTURES as MEGATRON  # noqa: E402
@@ -109,12 +110,13 @@ lacks it; these rows had it.
 SIGHT = """## with pictures
 
 Trained as a whole, on [prompts with pictures](data.md#pictures). Tests compare each with transformers alone, for none,
-one and several pictures of different sizes: log-probs and a step of the trainer (float32, 1e-4), and greedy tokens of
-`rollout.name=hf`. In vLLM, greedy tokens and their log-probs (1e-4) are those of transformers after each of two syncs,
-and ids, places and inputs of pictures are those that vLLM's own processor makes.
+one and several pictures of different sizes, and with one and two [videos](data.md#videos) where the table says so:
+log-probs and a step of the trainer (float32, 1e-4), and greedy tokens of `rollout.name=hf`. In vLLM, greedy tokens and
+their log-probs (1e-4) are those of transformers after each of two syncs, and ids, places and inputs of pictures are
+those that vLLM's own processor makes.
 
-| architecture | packed | fsdp2 | fsdp | hf | vLLM | what it needs |
-|---|---|---|---|---|---|---|
+| architecture | videos | packed | fsdp2 | fsdp | hf | vLLM | what it needs |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -157,7 +159,8 @@ def _seeing(kind: str) -> str:
     needs += ["torchvision for transformers' processor"] if kind in NEED_TORCHVISION else []
     needs += ["num2words"] if kind == "smolvlm" else []
     needs += ["in vLLM, a tower of CLIP, SigLIP or Pixtral"] if kind == "llava" else []
-    return f"| `{kind}` | {packed} | right | {fsdp} | right | {vllm} | {', '.join(needs)} |\n"
+    videos = "right, with `hf`" if kind in WITH_VIDEOS else "refused"
+    return f"| `{kind}` | {videos} | {packed} | right | {fsdp} | right | {vllm} | {', '.join(needs)} |\n"
 
 
 def _trained(outcomes: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -54,7 +55,7 @@ def host_findings(config: CheckpointEngineConfig, asked: Asked | None = None) ->
     or the head alone."""
     host = socket.gethostname()
     before, after = (
-        (_python, _packages, _shared_memory, _memory, _files, _ports, _backend),
+        (_python, _packages, _videos, _shared_memory, _memory, _files, _ports, _backend),
         (_rdma, _network, _strangers),
     )
     found = [finding for check in before for finding in check(host, config)]
@@ -98,6 +99,21 @@ def _packages(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
         return
     shown = [f"{name} {_version(name)}" for name in ("torch", "ray", "vllm", "transformers", "numpy")]
     yield Finding(check="packages", where=host, state="ok", found=f"{', '.join(shown)} and {len(core)} requirements")
+
+
+def _videos(host: str, _: CheckpointEngineConfig) -> Iterator[Finding]:
+    """Never wrong: most jobs have none."""
+    lacks = [name for name, module in (("torchvision", "torchvision"), ("PyAV", "av")) if find_spec(module) is None]
+    found = "are read, in frames and files" if not lacks else "are read in frames, not from files"
+    yield Finding(
+        check="videos",
+        where=host,
+        state="ok",
+        found=f"are not read: {' and '.join(lacks)} missing" if "torchvision" in lacks else found,
+        remedy="for prompts with videos, pip install 'verl-sync[video]', and torchvision for this torch"
+        if lacks
+        else "",
+    )
 
 
 def _version(name: str) -> str:

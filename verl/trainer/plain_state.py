@@ -17,7 +17,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils.config import ConfigError
-from verl.utils.pictures import Picture, PictureError, restored
+from verl.utils.pictures import FrameLimits, Picture, PictureError, Video, restored
 
 _AS_THEY_ARE = (type(None), bool, int, float, str, bytes)
 
@@ -43,6 +43,9 @@ def to_plain(value: Any) -> Any:
         return kind, [array.dtype.str, list(array.shape), array.tobytes()]
     if isinstance(value, Picture):
         return "picture", [value.path, value.digest, *value.limits]
+    if isinstance(value, Video):
+        files = [to_plain(file) for file in value.files]
+        return "video", [files, value.in_frames, value.rate, *value.limits]
     for name, (cls, write, _) in _WRITTEN.items():
         if type(value) is cls:
             return name, write(value)
@@ -106,6 +109,11 @@ def _tensor(content: Any) -> torch.Tensor:
     return content
 
 
+def _video(content: Any) -> Video:
+    files, in_frames, rate, *limits = content
+    return Video(tuple(from_plain(file) for file in files), in_frames, rate, FrameLimits(*limits))
+
+
 _WRITTEN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
@@ -129,5 +137,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "array": _array,
     "scalar": lambda content: _array(content)[()],
     "picture": lambda content: restored(*content),
+    "video": _video,
     **{name: read for name, (_, _, read) in _WRITTEN.items()},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ SEEING = (
 )
 """Architectures that can be trained as a whole, with their vision tower, on prompts with pictures. Those that are in
 WRAPPERS, too, are where `model.language_model_only=false`. Tests compare each of them with transformers alone."""
+WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Those of SEEING that are trained with videos, too."""
 PARTLY_COMPUTED = ("gemma3", "llava", "llava_next")
 """Those of SEEING whose towers have layers of which nothing is used. FSDP1 loses the parameters of such layers."""
 CAUSAL = "on CPUs it lets tokens of a picture see earlier ones alone, and accelerators have not been tried"
@@ -77,11 +80,11 @@ def sees(config: PretrainedConfig) -> bool:
     return config.model_type in SEEING and not is_wrapper(config)
 
 
-def directory_sees(directory: str | Path, *, whole: bool = False) -> bool:
-    """Whether the directory's `config.json` is of such a model; False without one. Reads no other file. `whole`: if it
-    is asked for."""
+def directory_sees(directory: str | Path, kinds: Sequence[str] = SEEING, *, whole: bool = False) -> bool:
+    """Whether the directory's `config.json` is of such a model, of `kinds`; False without one. Reads no other file.
+    `whole`: if it is asked for."""
     kind = _described(directory).get("model_type")
-    return kind in SEEING and (whole or kind not in WRAPPERS)
+    return kind in kinds and (whole or kind not in WRAPPERS)
 
 
 def patch_pixels(directory: str | Path) -> int | None:

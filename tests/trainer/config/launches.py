@@ -741,7 +741,13 @@ LAUNCHES = (
         "how videos are read",
         "hybrid",
         f"{GRPO} +data.mm_processor_kwargs.fps=2",
-        refused="data.mm_processor_kwargs.fps=2: models see pictures here, and no videos",
+        said="batch:",
+    ),
+    Launch(
+        "how videos are read in two ways",
+        "hybrid",
+        f"{GRPO} +data.mm_processor_kwargs.fps=2 +data.mm_processor_kwargs.num_frames=8",
+        refused="data.mm_processor_kwargs: give fps, or num_frames, and not both",
     ),
     Launch("a frozen tower", "hybrid", f"{GRPO} {A}.freeze_vision_tower=True", said="batch:"),
     Launch(

@@ -371,8 +371,7 @@ def test_limits_of_pixels_are_spelled_as_transformers_spells_them(given: dict[st
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"fps": 2}, "data.mm_processor_kwargs.fps=2: models see pictures here, and no videos"),
-        ({"do_resize": False}, "do_resize=False: only min_pixels and max_pixels are known"),
+        ({"do_resize": False}, "do_resize=False: only min_pixels, max_pixels, fps, num_frames and videos"),
         ({"size": {"height": 9}}, "size.height=9: only min_pixels"),
         ({"max_pixels": "many"}, "max_pixels=many: give a number of pixels, at least 1"),
         ({"max_pixels": 0}, "max_pixels=0: give a number"),

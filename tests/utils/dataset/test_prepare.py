@@ -137,7 +137,7 @@ def test_questions_about_pictures_keep_them_and_their_marks(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     made = Rows([target], ("prompt", "data_source", "reward_model"))
     for index, (each, row) in enumerate(zip(made.read(0, 2), GEO3K, strict=True)):
-        found = sample(each, DataConfig(), seen=True)
+        found = sample(each, DataConfig(), unseen={})
         assert found["images"] == row["images"]
         assert found["prompt"][0]["content"].startswith(f"{row['problem']} Reason step by step within <think>")
         assert found["reward_model"] == {"style": "rule", "ground_truth": row["answer"]}

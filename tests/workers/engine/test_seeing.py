@@ -99,8 +99,14 @@ PICTURES = [
 
 
 def batch_of(directory: Path, folder: Path, responses: list[list[int]] | None = None) -> DataProto:
-    """Read as a job reads it, with responses of 1 to R tokens."""
     rows = [row(f"{number}" + "<image> and" * len(images), in_bytes(*images)) for number, images in enumerate(PICTURES)]
+    return batch_of_rows(rows, directory, folder, responses)
+
+
+def batch_of_rows(
+    rows: list[dict[str, Any]], directory: Path, folder: Path, responses: list[list[int]] | None = None
+) -> DataProto:
+    """Read as a job reads it, with responses of 1 to R tokens."""
     data = RLHFDataset(
         write(folder / "d.parquet", rows),
         AutoTokenizer.from_pretrained(directory),
@@ -172,7 +178,7 @@ def train(path: Path, data: DataProto, limits: MicroBatchLimits, options: dict[s
 
 
 def one_step_alone(
-    directory: Path, data: DataProto, *, frozen: bool = False
+    directory: Path, data: DataProto, *, frozen: bool = False, alone: Any = alone
 ) -> tuple[float, float, dict[str, torch.Tensor], list[str]]:
     """Loss, gradient norm, parameters after it, and names of those that the optimizer has moved."""
     model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
@@ -235,11 +241,17 @@ def test_a_step_equals_that_of_transformers_alone(
 
 
 def compare_a_step(
-    ranks: Any, model: Path, data: DataProto, world_size: int, limits: MicroBatchLimits, options: dict[str, Any]
+    ranks: Any,
+    model: Path,
+    data: DataProto,
+    world_size: int,
+    limits: MicroBatchLimits,
+    options: dict[str, Any],
+    alone: Any = alone,
 ) -> None:
     """What is loaded, loss, gradient norm and parameters after it, with those of transformers."""
     frozen = "freeze_vision_tower" in options.get("model", {})
-    loss, norm, after, moved = one_step_alone(model, data, frozen=frozen)
+    loss, norm, after, moved = one_step_alone(model, data, frozen=frozen, alone=alone)
     results = ranks.run(train, world_size, model, data, limits, options)
     saved = load_file(model / "model.safetensors")
     started = assemble([parts for _, parts, _, _ in results])

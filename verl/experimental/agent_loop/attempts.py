@@ -15,7 +15,7 @@ import xxhash
 
 from verl.experimental.agent_loop.output import AgentLoopOutput
 from verl.experimental.agent_loop.unfinished import Partial
-from verl.utils.pictures import Picture
+from verl.utils.pictures import Medium
 from verl.workers.rollout.records import CallName, SamplingOptions, TokenOutput
 
 MOST = 4096
@@ -36,7 +36,7 @@ class Call:
         return len(self.so_far.token_ids if self.output is None else self.output.token_ids)
 
 
-def asked(prompt_ids: Sequence[int], sampling: SamplingOptions, pictures: Sequence[Picture] | None) -> str:
+def asked(prompt_ids: Sequence[int], sampling: SamplingOptions, pictures: Sequence[Medium] | None) -> str:
     """Equal for equal requests, in other processes, too. Of a long conversation it is small."""
     digest = xxhash.xxh3_128(array("q", prompt_ids).tobytes())
     digest.update(repr((sampling, tuple(pictures or ()))).encode())

@@ -13,7 +13,7 @@ from verl.experimental.agent_loop.errors import AgentLoopError, PromptTooLong
 from verl.experimental.agent_loop.tool_calls import UNNAMED, SampleCalls
 from verl.utils.chat_template import Turns, turns_of
 from verl.utils.dataset.rl_dataset import truncate
-from verl.utils.pictures import Picture, PictureError, PictureProcessor
+from verl.utils.pictures import Medium, Picture, PictureError, PictureProcessor, Video, by_kind
 from verl.workers.config import PPOConfig
 
 if TYPE_CHECKING:
@@ -124,26 +124,27 @@ class AgentLoopBase(ABC):
         tools: Sequence[Any] | None = None,
         *,
         images: Sequence[Picture] | None = None,
+        videos: Sequence[Video] | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """verl's name: token ids of a conversation, up to where the policy's next message begins.
 
-        `images` are its pictures, those of `process_vision_info` if None. Raises AgentLoopError for pictures that the
-        model or its chat template does not show.
+        `images` and `videos` are those of `process_vision_info` if both are None. Raises AgentLoopError for those that
+        the model or its chat template does not show.
         """
-        if given := {key: value for key, value in kwargs.items() if value}:
-            raise ValueError(f"apply_chat_template: {sorted(given)} is not supported")
+        if others := {key: value for key, value in kwargs.items() if value}:
+            raise ValueError(f"apply_chat_template: {sorted(others)} is not supported")
+        given: list[Medium] = [*(images or ()), *(videos or ())]
         text = await self.rendered(messages, tools)
-        expand = await self.in_tokenizer_thread(lambda: self.expansion(images or pictures_of(messages)))
+        expand = await self.in_tokenizer_thread(lambda: self.expansion(given or pictures_of(messages)))
         return await self.tokens(text if expand is None else expand(text))
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """verl's name for the pictures of a conversation, for `generate(image_data=...)` and
-        `AgentLoopOutput.multi_modal_data`: {images: their list}, or {} without any."""
-        found = pictures_of(messages)
-        return {"images": found} if found else {}
+        """verl's name for the pictures and videos of a conversation, for `generate(image_data=..., video_data=...)` and
+        `AgentLoopOutput.multi_modal_data`: {images: their list, videos: theirs}, without those of which are none."""
+        return {name: found for name, found in by_kind(pictures_of(messages)).items() if found}
 
-    def expansion(self, pictures: Sequence[Picture]) -> Callable[[str], str] | None:
+    def expansion(self, pictures: Sequence[Medium]) -> Callable[[str], str] | None:
         """What puts the text that pictures become in the place of the chat template's for them; None without any.
 
         Raises AgentLoopError for a model that reads text alone, and where it finds other numbers of them; PictureError
@@ -220,10 +221,11 @@ class AgentLoopBase(ABC):
         return await asyncio.get_running_loop().run_in_executor(tokenizer_thread, work)
 
 
-def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
-    """The pictures in parts of messages, in order."""
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Medium]:
+    """The pictures and videos in parts of messages, in order."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    return [part["image"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("image"), Picture)]
+    given = [part.get(type_) for part in parts if isinstance(part, Mapping) for type_ in ("image", "video")]
+    return [each for each in given if isinstance(each, (Picture, Video))]
 
 
 def fit_prompt(token_ids: list[int], limit: int, truncation: str) -> list[int]:

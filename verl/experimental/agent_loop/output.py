@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from verl.utils.pictures import Picture
+from verl.utils.pictures import Picture, Video
 from verl.workers.rollout.records import NO_VERSION, StopReason, TokenOutput
+
+KINDS = {"images": Picture, "videos": Video}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class AgentLoopOutput:
     seen: tuple[str, ...] = ()
     """See `TokenOutput`. If empty, the worker fills in what its servers reported."""
     multi_modal_data: Mapping[str, Any] | None = None
-    """{images: every `Picture` of prompt and response, in order}; None: those of the sample."""
+    """{images: every `Picture` of prompt and response, in order, videos: every `Video`}; None: those of the sample."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -69,10 +71,11 @@ class AgentLoopOutput:
         if len(set(lengths.values())) > 1:
             raise ValueError(f"an agent loop returned lists of different lengths: {lengths}")
         for name, given in (self.multi_modal_data or {}).items():
-            if given and (name != "images" or not all(isinstance(each, Picture) for each in given)):
+            if given and not all(isinstance(each, KINDS.get(name, ())) for each in given):
                 raise ValueError(
                     f"an agent loop returned multi_modal_data with {name} of {type(given[0]).__name__}; it is "
-                    "{'images': pictures of `process_vision_info` or of verl.utils.pictures.keep(...)}"
+                    "{'images': pictures, 'videos': videos} of `process_vision_info`, or of keep(...) and "
+                    "keep_video(...) of verl.utils.pictures"
                 )
         routes, num_tokens = self.routed_experts, len(self.prompt_ids) + len(self.response_ids)
         if routes is not None and (routes.ndim != 3 or len(routes) > num_tokens):

@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from verl.experimental.agent_loop.attempts import Attempt, Call, asked
 from verl.experimental.agent_loop.unfinished import TOLD_EVERY_S, Listener, Partial
-from verl.utils.pictures import Picture
+from verl.utils.pictures import Medium, Picture, Video
 from verl.utils.seeds import derived
 from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
 from verl.workers.rollout.records import CallName, SamplingOptions, TokenOutput
@@ -114,24 +114,24 @@ class ServerManager:
         sampling_params: SamplingOptions | Mapping[str, Any],
         *,
         image_data: Sequence[Picture] | None = None,
-        video_data: None = None,
+        video_data: Sequence[Video] | None = None,
         sample: Sample | None = None,
         so_far: Partial | None = None,
         name: CallName | None = None,
     ) -> TokenOutput:
-        """One response of at most `sampling_params["max_tokens"]` tokens. `image_data` are pictures of the prompt,
-        which includes their tokens; `video_data` is not supported. Counts in `sample`. Goes on with `so_far`, which has
-        what is known of the response when this raises. Servers keep what has a `name`.
+        """One response of at most `sampling_params["max_tokens"]` tokens. `image_data` are pictures and `video_data`
+        videos of the prompt, which includes their tokens. Counts in `sample`. Goes on with `so_far`, which has what is
+        known of the response when this raises. Servers keep what has a `name`.
 
         Continues an aborted response from its tokens so far, with the rest of the budget, on the current weights;
         log-probs and versions stay with their tokens. With `continue_aborted=False` returns it as `aborted`. Raises
         ReplicaTimeout at the deadline, ReplicaDied when no server is left, and a server's errors.
         """
-        if video_data:
-            raise ValueError("generate: models read text and pictures; video_data is not supported")
-        pictures = tuple(image_data or ())
-        if strangers := [type(each).__name__ for each in pictures if not isinstance(each, Picture)]:
-            raise ValueError(f"generate: image_data is the `multi_modal_data` of the sample, not {strangers[0]}")
+        pictures: list[Medium] = []
+        for key, given, kind in (("image_data", image_data, Picture), ("video_data", video_data, Video)):
+            if strangers := [type(each).__name__ for each in given or () if not isinstance(each, kind)]:
+                raise ValueError(f"generate: {key} is the `multi_modal_data` of the sample, not {strangers[0]}")
+            pictures += given or ()
         sampling = SamplingOptions.of(sampling_params)
         sample = sample or Sample()
         so_far = so_far or Partial(sampling.max_tokens)
@@ -175,7 +175,7 @@ class ServerManager:
         sample: Sample,
         token_ids: list[int],
         sampling: SamplingOptions,
-        pictures: Sequence[Picture],
+        pictures: Sequence[Medium],
         so_far: Partial,
         name: CallName | None,
     ) -> TokenOutput:
@@ -240,7 +240,7 @@ class ServerManager:
         token_ids: list[int],
         sampling: SamplingOptions,
         call_id: str,
-        pictures: Sequence[Picture],
+        pictures: Sequence[Medium],
         name: CallName | None,
     ) -> TokenOutput:
         """One remote call; its server stops working on it when this is cancelled. Raises the server's own errors."""

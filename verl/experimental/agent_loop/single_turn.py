@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.base import AgentLoopBase
 from verl.experimental.agent_loop.output import AgentLoopOutput, Response
-from verl.utils.pictures import MULTI_MODAL_DATA
+from verl.utils.pictures import MULTI_MODAL_DATA, data_of
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
@@ -20,8 +20,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         prompt_ids = await self.prompt_tokens(kwargs)
         response = Response(sampling_params["max_tokens"])
         started = time.monotonic()
-        pictures = (kwargs.get(MULTI_MODAL_DATA) or {}).get("images")
-        seen = {"image_data": pictures} if pictures else {}
+        seen = data_of(kwargs.get(MULTI_MODAL_DATA))
         output = await self.server_manager.generate(
             uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params, **seen
         )

@@ -24,7 +24,16 @@ from verl.experimental.agent_loop.tools import AgentData, BaseTool, ToolCall
 from verl.tools.schemas import ToolResponse
 from verl.utils.chat_template import turns_of, well_formed
 from verl.utils.config import ConfigError, did_you_mean
-from verl.utils.pictures import MULTI_MODAL_DATA, Picture, PictureError, keep, pixel_limits
+from verl.utils.pictures import (
+    MULTI_MODAL_DATA,
+    Picture,
+    PictureError,
+    by_kind,
+    data_of,
+    keep,
+    media_in,
+    pixel_limits,
+)
 from verl.workers.config import PPOConfig
 from verl.workers.rollout.records import SamplingOptions, StopReason
 
@@ -93,7 +102,7 @@ class ToolAgentLoop(AgentLoopBase):
         while response.room:
             started = time.monotonic()
             context = [*prompt_ids, *response.token_ids]
-            seen: dict[str, Any] = {"image_data": list(agent_data.pictures)} if agent_data.pictures else {}
+            seen = data_of(by_kind(agent_data.pictures))
             output = await self.server_manager.generate(
                 request_id,
                 prompt_ids=context,
@@ -122,7 +131,7 @@ class ToolAgentLoop(AgentLoopBase):
             agent_data.pictures += shown
             num_turns += 1
         whole = response.output(list(prompt_ids), num_turns=num_turns, stop_reason=stop_reason, metrics=metrics)
-        return replace(whole, multi_modal_data={"images": agent_data.pictures} if agent_data.pictures else None)
+        return replace(whole, multi_modal_data=by_kind(agent_data.pictures) if agent_data.pictures else None)
 
     async def _calls(self, said: Sequence[int], context: Sequence[int]) -> list[ToolCall]:
         """In a message of the policy; `context` is all that it was written after."""
@@ -208,7 +217,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _content(self, tool: BaseTool, response: ToolResponse) -> str | list[dict[str, Any]]:
         answer, images = response.text or "", response.image or ()
         if response.video:
-            raise AgentLoopError(f"tool {tool.name!r} answers with a video, and models see pictures alone")
+            raise AgentLoopError(f"tool {tool.name!r} answers with a video, and tools show pictures alone")
         if images and self.pictures is None:
             raise AgentLoopError(f"tool {tool.name!r} answers with a picture, and the model reads text alone")
         try:
@@ -251,12 +260,11 @@ class ToolAgentLoop(AgentLoopBase):
 
 def _agent_data(request_id: str, sample: Mapping[str, Any]) -> AgentData:
     tools_kwargs = sample.get("tools_kwargs") or (sample.get("extra_info") or {}).get("tools_kwargs") or {}
-    pictures = (sample.get(MULTI_MODAL_DATA) or {}).get("images") or ()
     return AgentData(
         request_id=request_id,
         messages=list(sample.get("raw_prompt") or ()),
         tools_kwargs=tools_kwargs,
-        pictures=list(pictures),
+        pictures=media_in(sample.get(MULTI_MODAL_DATA)),
     )
 
 

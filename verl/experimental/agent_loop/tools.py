@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.utils.config import ConfigError
-from verl.utils.pictures import Picture
+from verl.utils.pictures import Medium, Picture
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,8 +36,8 @@ class AgentData:
     reward_scores: dict[str, float] = field(default_factory=dict)
     """The last result of `calc_reward` by tool."""
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    pictures: list[Picture] = field(default_factory=list)
-    """Those of the prompt, and of answers since."""
+    pictures: list[Medium] = field(default_factory=list)
+    """Those of the prompt, with its videos, and of answers since."""
     idempotency_key: str = ""
     """Of the call for which a tool gets this: see `BaseTool.execute`."""
 
@@ -49,7 +49,7 @@ class AgentData:
     @property
     def image_data(self) -> list[Image.Image]:
         """verl's name: the pictures, opened, RGB. Raises PictureError for a file that has changed."""
-        return [picture.open() for picture in self.pictures]
+        return [picture.open() for picture in self.pictures if isinstance(picture, Picture)]
 
 
 class BaseTool(ABC):

@@ -27,7 +27,7 @@ from verl.protocol import DataProto
 from verl.utils.config import ConfigError
 from verl.utils.lifetime import begin_actor
 from verl.utils.model import load_tokenizer
-from verl.utils.pictures import MULTI_MODAL_DATA, SEEN, PictureProcessor
+from verl.utils.pictures import MULTI_MODAL_DATA, SEEN, PictureProcessor, by_kind, media_in
 from verl.utils.progress import Progress
 from verl.utils.seeds import derived
 from verl.utils.user_code import UserCodeError
@@ -311,12 +311,17 @@ class AgentLoopWorker:
         one: trainers take the first ones for pictures."""
         if self._pictures is None:
             return output
-        token, own = self._pictures.token_id, False
-        for found, mine in zip(output.response_ids, output.response_mask, strict=True):
-            if found == token and own and not mine:
-                raise AgentLoopError("a picture follows a token for pictures that the policy has written: end there")
-            own = own or (found == token and bool(mine))
-        return replace(output, multi_modal_data=output.multi_modal_data or row.get(MULTI_MODAL_DATA))
+        for token in self._pictures.token_ids.values():
+            own = False
+            for found, mine in zip(output.response_ids, output.response_mask, strict=True):
+                if found == token and own and not mine:
+                    raise AgentLoopError(
+                        "a picture follows a token for pictures that the policy has written: end there"
+                    )
+                own = own or (found == token and bool(mine))
+        of_data = row.get(MULTI_MODAL_DATA) or {}
+        seen = by_kind(media_in(output.multi_modal_data or of_data), of_data)
+        return replace(output, multi_modal_data=seen)
 
     def _connect(self, servers: Sequence[Any]) -> ServerManager:
         rollout = self._config.actor_rollout_ref.rollout

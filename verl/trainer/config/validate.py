@@ -19,7 +19,7 @@ from verl.trainer.config.checks import (
     teachers,
 )
 from verl.utils.config import ConfigError
-from verl.utils.pictures import pixel_limits
+from verl.utils.pictures import frame_limits, pixel_limits
 from verl.workers.config import PPOConfig
 
 
@@ -49,6 +49,7 @@ def problems_of(config: PPOConfig, lacking: list[str] | None = None) -> list[str
 def _limits_of_pixels(config: PPOConfig) -> Iterator[str]:
     try:
         pixel_limits(config.data.mm_processor_kwargs)
+        frame_limits(config.data.mm_processor_kwargs)
     except ConfigError as exc:
         yield str(exc)
 

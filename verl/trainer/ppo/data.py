@@ -106,7 +106,13 @@ def unheard_interactions(
 
 
 def require_seen(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any) -> None:
-    """Raises ConfigError if samples have pictures that the agent loop, the reward model or a teacher would not see."""
+    """Raises ConfigError if samples have pictures that the agent loop, the reward model or a teacher would not see, and
+    for videos in vLLM."""
+    if (place := getattr(dataset, "filmed", "")) and config.actor_rollout_ref.rollout.name == "vllm":
+        raise ConfigError(
+            f"{place}: the sample has a video, with which vLLM has not been tried here: set "
+            "actor_rollout_ref.rollout.name=hf"
+        )
     for agent, place in getattr(dataset, "pictured", {}).items():
         sees = getattr(agent_loop_manager_class, "sees", None)
         if sees is None or not sees(config, agent):

@@ -26,7 +26,8 @@ def seeing_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens({"additional_special_tokens": list(SEEN_TOKENS)})
     parts = (
         "{%- if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-        f"{{%- if part['type'] == 'image' %}}{START}{PICTURE}{END}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
+        f"{{%- if part['type'] == 'image' %}}{START}{PICTURE}{END}"
+        f"{{%- elif part['type'] == 'video' %}}{START}{VIDEO}{END}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
         "{%- endfor %}{% endif %}"
     )
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message['content'] }}", parts)

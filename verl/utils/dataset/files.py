@@ -22,7 +22,7 @@ GIT_LFS = b"version https://git-lfs.github.com/spec/"
 SHOWN_FILES = 3
 ROWS_AT_ONCE = 64
 """Rows read at once of a column with pictures, which may have megabytes each."""
-Lighten = tuple[str, Callable[[Any], Any]]
+Lighten = Mapping[str, Callable[[Any], Any]]
 """A column, and a function that makes each of its values smaller."""
 
 
@@ -208,15 +208,16 @@ def _read_parquet(path: Path, lighten: Lighten | None) -> _Parquet:
     try:
         file = pq.ParquetFile(path)
         columns = file.schema_arrow.names
-        if lighten is None or lighten[0] not in columns:
-            return _Parquet(file.read())
-        name, make = lighten
-        light = [
-            make(value)
-            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[name])
-            for value in batch.column(0).to_pylist()
-        ]
-        return _Parquet(file.read(columns=[each for each in columns if each != name]), {name: light})
+        light = {
+            name: [
+                make(value)
+                for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[name])
+                for value in batch.column(0).to_pylist()
+            ]
+            for name, make in (lighten or {}).items()
+            if name in columns
+        }
+        return _Parquet(file.read(columns=[each for each in columns if each not in light]), light)
     except (pa.ArrowException, OSError) as exc:
         raise ConfigError(f"{path} cannot be read as parquet, it may be truncated or damaged: {exc}") from exc
 
@@ -234,7 +235,6 @@ def _read_json_lines(path: Path, lighten: Lighten | None) -> _JsonLines:
                 raise ConfigError(f"line {number} of {path} is not JSON: {exc}{cut}") from exc
             if not isinstance(row, dict):
                 raise ConfigError(f"line {number} of {path} is no JSON object: {str(row)[:80]!r}")
-            if lighten is not None and lighten[0] in row:
-                row[lighten[0]] = lighten[1](row[lighten[0]])
+            row |= {name: make(row[name]) for name, make in (lighten or {}).items() if name in row}
             rows.append((number, row))
     return _JsonLines(rows)

@@ -16,17 +16,17 @@ import torch
 from verl.utils.config import ConfigError
 from verl.utils.dataset.dataloader import collate_fn
 from verl.utils.dataset.files import KEYS, Rows
-from verl.utils.dataset.schema import RowError, is_empty_truth, sample
-from verl.utils.dataset.seen import in_files, with_pictures
+from verl.utils.dataset.schema import NOTHING, RowError, is_empty_truth, sample
+from verl.utils.dataset.seen import NAMES, Columns, in_files, videos_in_files, with_media
 from verl.utils.dataset.settings import DataSettings
 from verl.utils.pictures import (
     MULTI_MODAL_DATA,
-    Picture,
+    Medium,
     PictureError,
     PictureProcessor,
-    PixelLimits,
+    Video,
+    by_kind,
     is_turned,
-    pixel_limits,
 )
 
 if TYPE_CHECKING:
@@ -127,20 +127,25 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.partners: dict[str | None, Partners] = defaultdict(Partners)
         """Of every agent; None is that of samples that name none."""
         self._prompts: list[list[dict[str, Any]]] = []
-        self._pictures: list[list[Picture]] = []
+        self._pictures: list[list[Medium]] = []
         self._texts: list[list[str]] = []
         """Of each row: what its pictures become in the prompt."""
         self.pictured: dict[str | None, str] = {}
         """By agent: where the first of its samples with pictures is."""
+        self.filmed = ""
+        """Where the first sample with a video is."""
         self._unusable: dict[int, str] = {}
         """By row: what is wrong with a picture of it, where such rows are dropped."""
         self._turned: list[int] = []
         """Rows with pictures that their files ask to turn, once for each."""
-        self._limits = self._limits_of_pixels()
+        self._media = Columns.of(config, processor)
+        self._unseen = NOTHING if self.processor is None else {"video": self.processor.why_no_videos}
         self._agents: list[str | None] = []
         self._check_rows()
         self._warn_of_turned()
-        self._sees = any(self._pictures)
+        media = [medium for each in self._pictures for medium in each]
+        self._kinds = set(by_kind(media)) if media else set()
+        """Keys of `MULTI_MODAL_DATA` in every item."""
         self._ids = self._tokenize(tokenizer)
         self._rows = self._fit(self._usable())
         if not self._rows:
@@ -161,9 +166,10 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         row = self._rows[position]
         item = self._sample(self._table[row])
         del item[self.prompt_key]
-        if self._sees:
-            item.pop(self.config.image_key, None)
-            item[MULTI_MODAL_DATA] = {"images": list(self._pictures[row])}
+        if self._kinds:
+            for key in (self.config.image_key, self.config.video_key):
+                item.pop(key, None)
+            item[MULTI_MODAL_DATA] = by_kind(self._pictures[row], self._kinds)
         index = item["extra_info"].get("index")
         return {
             **item,
@@ -176,7 +182,8 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _read_files_and_tokenize(self) -> None:
         """Set `dataframe` to the rows of `data_files`: something with a length, items that are dicts, and `select`."""
         columns = (self.config.prompt_key, self.config.reward_fn_key, "reward_model")
-        lighten = (self.config.image_key, in_files) if self.processor is not None else None
+        lighten = {self.config.image_key: in_files, self.config.video_key: videos_in_files}
+        lighten = lighten if self.processor is not None else {}
         rows = Rows([Path(path) for path in self.data_files], columns, lighten, partial(remedy_for, columns[0]))
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
@@ -203,7 +210,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _sample(self, row: dict[str, Any]) -> dict[str, Any]:
         messages = self._build_messages({**row}, self.prompt_key)
-        return sample({**row, self.prompt_key: messages}, self.config, seen=self.processor is not None)
+        return sample({**row, self.prompt_key: messages}, self.config, unseen=self._unseen)
 
     def _check_rows(self) -> None:
         """Read every row once: prompts and agents are kept, sources and partners counted."""
@@ -226,41 +233,39 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _look(self, item: dict[str, Any], row: int) -> None:
         """Keep the prompt of a row, and find and open its pictures. Raises RowError."""
         prompt = item[self.prompt_key]
-        pictures: list[Picture] = []
+        pictures: list[Medium] = []
         texts: list[str] = []
         if self.processor is not None:
-            key = self.config.image_key
-            prompt, pictures = with_pictures(
-                prompt,
-                item.get(key),
-                prompt_key=self.prompt_key,
-                image_key=key,
-                has_column=key in item,
-                limits=self._limits,
-            )
-            for number, picture in enumerate(pictures):
+            prompt, pictures = with_media(prompt, item, self._media)
+            counts: dict[str, int] = defaultdict(int)
+            for medium in pictures:
+                name = NAMES["video" if isinstance(medium, Video) else "image"]
                 try:
-                    image = picture.open()
-                    texts.append(self.processor.text_of(image, picture.limits))
-                    if is_turned(image):
-                        self._turned.append(row)
+                    texts.append(self._text(medium, row))
                 except PictureError as exc:
                     if not self.filter_overlong_prompts:
-                        raise RowError(f"picture {number} {exc}") from exc
-                    self._unusable[row] = f"picture {number} {exc}"
-                    texts.append("")
+                        raise RowError(f"{name} {counts[name]} {exc}") from exc
+                    self._unusable[row] = f"{name} {counts[name]} {exc}"
+                    texts.append(self.processor.mark(medium))
+                counts[name] += 1
         if pictures:
             self.pictured.setdefault(item.get("agent_name") or None, self._place(row))
+        if not self.filmed and any(isinstance(medium, Video) for medium in pictures):
+            self.filmed = self._place(row)
         self._prompts.append(prompt)
         self._pictures.append(pictures)
         self._texts.append(texts)
 
-    def _limits_of_pixels(self) -> PixelLimits:
-        limits = pixel_limits(self.config.mm_processor_kwargs)
-        try:
-            return limits if self.processor is None else self.processor.limited(limits)
-        except ConfigError as exc:
-            raise ConfigError(f"data.mm_processor_kwargs: {exc}") from exc
+    def _text(self, medium: Medium, row: int) -> str:
+        """What it becomes in the prompt. Raises PictureError for one that cannot be used."""
+        assert self.processor is not None
+        if isinstance(medium, Video):
+            return self.processor.text(medium)
+        image = medium.open()
+        text = self.processor.text_of(image, medium.limits)
+        if is_turned(image):
+            self._turned.append(row)
+        return text
 
     def _warn_of_turned(self) -> None:
         if self._turned:

@@ -9,11 +9,12 @@ from typing import Any
 from verl.utils.dataset.settings import DataSettings
 
 SHOWN_CHARACTERS = 80
-NO_MEDIA = "models read text and pictures here; leave it out of the data, with what refers to it"
+NO_MEDIA = "models read text, pictures and videos here; leave it out of the data, with what refers to it"
 UNSEEN = (
     "the model reads text alone; give one that sees (of Qwen 3.5, Gemma 3 and 4 and Mistral 3 with "
     "actor_rollout_ref.model.language_model_only=false), or leave it out of the data, with what refers to it"
 )
+NOTHING = {"image": UNSEEN, "video": UNSEEN}
 NO_CHAT = "no list of chat messages {role, content}"
 
 
@@ -21,19 +22,19 @@ class RowError(ValueError):
     """The row is no sample; the message names the key. The reader of the file adds file and row."""
 
 
-def sample(row: Mapping[str, Any], config: DataSettings, *, seen: bool = False) -> dict[str, Any]:
+def sample(row: Mapping[str, Any], config: DataSettings, *, unseen: Mapping[str, str] = NOTHING) -> dict[str, Any]:
     """The row in the form that all readers use. Raises RowError for an invalid row.
 
     The prompt column holds chat messages without the nulls that parquet puts into fields which only other rows have,
-    `reward_model` and `extra_info` are dicts. JSON text in one of the three is parsed. `seen`: the model sees pictures,
-    which are left as they are.
+    `reward_model` and `extra_info` are dicts. JSON text in one of the three is parsed. `unseen`: of `image` and `video`
+    those that the model does not see, and why; others are left as they are.
     """
-    for name in (config.image_key, config.video_key, config.audio_key):
-        if not is_empty(row.get(name)) and not (seen and name == config.image_key):
-            raise RowError(f"{name} is not empty: {UNSEEN if name == config.image_key else NO_MEDIA}")
+    for name, type_ in ((config.image_key, "image"), (config.video_key, "video"), (config.audio_key, "audio")):
+        if not is_empty(row.get(name)) and (why := _why_not(type_, unseen)):
+            raise RowError(f"{name} is not empty: {why}")
     return {
         **row,
-        config.prompt_key: _messages(row.get(config.prompt_key), config.prompt_key, seen),
+        config.prompt_key: _messages(row.get(config.prompt_key), config.prompt_key, unseen),
         config.reward_fn_key: _name(row.get(config.reward_fn_key), config.reward_fn_key),
         "reward_model": _mapping(row.get("reward_model"), "reward_model", "{style, ground_truth}"),
         "extra_info": _extra_info(row.get("extra_info")),
@@ -55,18 +56,18 @@ def is_empty_truth(truth: Any) -> bool:
     return truth is None or (isinstance(truth, str) and not truth.strip()) or truth in ([], {})
 
 
-def _messages(prompt: Any, key: str, seen: bool) -> list[dict[str, Any]]:
+def _messages(prompt: Any, key: str, unseen: Mapping[str, str]) -> list[dict[str, Any]]:
     messages = without_nulls(parsed(prompt))
     if not isinstance(messages, list) or not messages:
         raise RowError(f"{key} is {NO_CHAT}: {_shown(prompt)}")
     for index, message in enumerate(messages):
-        _check_message(message, f"{key}[{index}]", seen)
+        _check_message(message, f"{key}[{index}]", unseen)
     if not any(_says_something(message) for message in messages):
         raise RowError(f"{key} is blank: no message has any text")
     return messages
 
 
-def _check_message(message: Any, key: str, seen: bool) -> None:
+def _check_message(message: Any, key: str, unseen: Mapping[str, str]) -> None:
     if not isinstance(message, dict):
         raise RowError(f"{key} is {_shown(message)}, no chat message {{role, content}}")
     if "role" not in message and "from" in message:
@@ -87,9 +88,12 @@ def _check_message(message: Any, key: str, seen: bool) -> None:
                 if not isinstance(part.get("text"), str):
                     raise RowError(f"{key}.content[{number}].text is {_shown(part.get('text'))}, not text")
                 _check_text(part["text"], f"{key}.content[{number}].text")
-            elif not (seen and part.get("type") == "image"):
-                why = UNSEEN if part.get("type") == "image" else NO_MEDIA
+            elif why := _why_not(part.get("type"), unseen):
                 raise RowError(f"{key}.content[{number}] is of type {_shown(part.get('type'))}: {why}")
+
+
+def _why_not(type_: Any, unseen: Mapping[str, str]) -> str:
+    return unseen.get(type_, "") if isinstance(type_, str) and type_ in NOTHING else NO_MEDIA
 
 
 def is_empty(value: Any) -> bool:

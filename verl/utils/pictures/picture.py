@@ -37,7 +37,8 @@ OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")
 """PIL's modes that a PNG keeps."""
 LIMITS = ("min_pixels", "max_pixels")
 OF_SIZE = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-OF_VIDEOS = ("fps", "num_frames", "do_sample_frames", "videos_kwargs", "video_metadata")
+OF_VIDEOS = ("fps", "num_frames", "videos_kwargs")
+"""What `frame_limits` reads."""
 ORIENTATION = 0x0112
 """The tag of EXIF."""
 WORDS = ("bytes", "path", "image", "image_url")
@@ -73,9 +74,10 @@ def pixel_limits(given: Mapping[str, Any]) -> PixelLimits:
         if value is None:
             continue
         if name in OF_VIDEOS:
-            raise ConfigError(f"{key}.{name}={value}: models see pictures here, and no videos: leave it out")
+            continue
         if name not in LIMITS:
-            raise ConfigError(f"{key}.{name}={value}: only {' and '.join(LIMITS)} are known")
+            known = (*LIMITS, *OF_VIDEOS)
+            raise ConfigError(f"{key}.{name}={value}: only {', '.join(known[:-1])} and {known[-1]} are known")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{key}.{name}={value}: give a number of pixels, at least 1")
         found[name] = value
@@ -103,10 +105,14 @@ class Picture:
     def open(self) -> Image.Image:
         """The pixels, RGB. Raises PictureError for a file that has changed, is damaged, too large or of another
         format."""
+        return _decoded(self.read())
+
+    def read(self) -> bytes:
+        """Of the file. Raises PictureError if it has changed."""
         data = _bytes_of(Path(self.path))
         if hashlib.sha256(data).hexdigest() != self.digest:
             raise PictureError(f"{self.path} is no longer what it was when the data were read")
-        return _decoded(data)
+        return data
 
 
 def keep(given: Any) -> Picture:

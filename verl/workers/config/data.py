@@ -35,7 +35,7 @@ class DataConfig(Section):
     image_key: str = option(
         "images", "column of pictures; refused where it is not empty and the model reads text alone"
     )
-    video_key: str = option("videos", "column of videos; refused where it is not empty")
+    video_key: str = option("videos", "column of videos; refused where it is not empty and the model sees none")
     audio_key: str = option("audios", "column of sounds; refused where it is not empty")
     train_batch_size: int = option(
         64,
@@ -79,7 +79,9 @@ class DataConfig(Section):
     )
     apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to tokenizer.apply_chat_template")
     mm_processor_kwargs: dict[str, Any] = option(
-        {}, "of pictures: min_pixels and max_pixels, to which they are scaled; without, those of the model's processor"
+        {},
+        "min_pixels and max_pixels, to which pictures and videos are scaled, fps or num_frames of videos, and "
+        "videos_kwargs of both for videos alone; without, those of the model's processor",
     )
     custom_cls: CustomClassConfig = section(CustomClassConfig, "a Dataset class of your own")
     return_raw_chat: bool = option(True, "keep the chat messages next to the token ids (agent loops need them)")

@@ -1,4 +1,4 @@
-"""The inputs of a vision model for sequences with pictures, in rows or in one row.
+"""The inputs of a vision model for sequences with pictures and videos, in rows or in one row.
 
 Positions are those of the model's own `get_rope_index`, if it has one. The vision tower's states replace the picture
 tokens of a prompt; a generated picture token is embedded like any other, and so is one for a video or sound.
@@ -7,6 +7,7 @@ tokens of a prompt; a generated picture token is embedded like any other, and so
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,8 +17,12 @@ import torch
 from torch import nn
 from transformers import MODEL_MAPPING, PreTrainedModel
 
-from verl.utils.pictures import Picture, PictureProcessor
+from verl.utils.pictures import Medium, PictureProcessor
+from verl.utils.pictures.processing import OF_PICTURES, OF_VIDEOS, kind_of
 from verl.workers.hf.packing import row_inputs
+
+NAMES = {OF_PICTURES: "pictures", OF_VIDEOS: "videos"}
+GRIDS = {OF_PICTURES: "image_grid_thw", OF_VIDEOS: "video_grid_thw"}
 
 
 def vision_tower(model: PreTrainedModel) -> nn.Module:
@@ -29,11 +34,13 @@ def vision_tower(model: PreTrainedModel) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """The pictures of some sequences, and what computes their patches."""
+    """The pictures and videos of some sequences, and what computes their patches."""
 
     processor: PictureProcessor
-    pictures: Sequence[Sequence[Picture]]
-    """The pictures of each sequence, in order."""
+    pictures: Sequence[Sequence[Medium]]
+    """Those of each sequence, in order."""
+    with_videos: bool = False
+    """Whether sequences of other ranks may have videos."""
 
     def of(self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Seen:
         """`input_ids` and `attention_mask` [sequences, columns], padding anywhere. Opens the pictures.
@@ -44,14 +51,18 @@ class Sight:
         pictures = [picture for row in self.pictures for picture in row]
         once = _Once.of(model, pictures, self.processor)
         own = self.processor.inputs(pictures) if once is None else once.of_sequences()
-        wanted = torch.tensor([sum(self.processor.counts(row)) for row in self.pictures], device=input_ids.device)
-        is_token = (input_ids == self.processor.token_id) & attention_mask.bool()
-        stands_in = is_token & (is_token.cumsum(1) <= wanted[:, None])
-        if not torch.equal(stands_in.sum(1), wanted):
-            raise ValueError(f"pictures become {wanted.tolist()} tokens, and there are {stands_in.sum(1).tolist()}")
+        kinds = torch.zeros_like(input_ids, dtype=torch.int)
+        for kind, token in self.processor.token_ids.items():
+            each = [[picture for picture in row if kind_of(picture) == kind] for row in self.pictures]
+            wanted = torch.tensor([sum(self.processor.counts(row)) for row in each], device=input_ids.device)
+            is_token = (input_ids == token) & attention_mask.bool()
+            here = is_token & (is_token.cumsum(1) <= wanted[:, None])
+            if not torch.equal(here.sum(1), wanted):
+                raise ValueError(f"{NAMES[kind]} become {wanted.tolist()} tokens, and there are {here.sum(1).tolist()}")
+            kinds[here] = kind
+        stands_in = kinds > 0
         given = {name: tensor.to(input_ids.device) for name, tensor in own.items()}
         plain = _without_media(model, input_ids, stands_in)
-        kinds = stands_in.int()
         positions, deltas = _placed(model, plain, attention_mask, kinds, given)
         inputs = {"input_ids": plain, "attention_mask": attention_mask, "position_ids": positions, **given}
         inputs |= dict.fromkeys(_names_of_kinds(model), kinds)
@@ -59,24 +70,33 @@ class Sight:
 
     def require(self, token_ids: Sequence[int]) -> None:
         """Check one sequence: raises the errors of `of`."""
-        wanted = sum(self.processor.counts(self.pictures[0]))
-        found = sum(token == self.processor.token_id for token in token_ids)
-        if found < wanted:
-            raise ValueError(f"pictures become {wanted} tokens, and there are {found}")
+        for kind, own in self.processor.token_ids.items():
+            wanted = sum(self.processor.counts([each for each in self.pictures[0] if kind_of(each) == kind]))
+            found = sum(token == own for token in token_ids)
+            if found < wanted:
+                raise ValueError(f"{NAMES[kind]} become {wanted} tokens, and there are {found}")
 
     def with_blank(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[Sight, Any, Any]:
-        """Add a row with a blank picture if there is none: all ranks of a sharded model must call its tower together.
-        The gradient of that row is zero."""
-        if any(self.pictures):
-            return self, input_ids, attention_mask
-        blank = self.processor.blank()
+        """Add a row with a blank picture if there is none, and likewise a video `with_videos`: all ranks of a sharded
+        model must call its tower together, once for each kind. The gradient of those rows is zero."""
+        sight, ids, mask = self, input_ids, attention_mask
+        found = {kind_of(picture) for row in self.pictures for picture in row}
+        for kind in (OF_PICTURES, OF_VIDEOS) if self.with_videos else (OF_PICTURES,):
+            if kind not in found:
+                sight, ids, mask = sight._with_blank(kind, ids, mask)
+        return sight, ids, mask
+
+    def _with_blank(
+        self, kind: int, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[Sight, torch.Tensor, torch.Tensor]:
+        blank = self.processor.blank(kind)
         (count,) = self.processor.counts([blank])
         missing = max(count - input_ids.shape[1], 0)
-        row = input_ids.new_full((1, input_ids.shape[1] + missing), self.processor.token_id)
+        row = input_ids.new_full((1, input_ids.shape[1] + missing), self.processor.token_ids[kind])
         mask = (torch.arange(row.shape[1], device=row.device) < count).to(attention_mask.dtype)
         widened = (nn.functional.pad(each, (0, missing)) for each in (input_ids, attention_mask))
         ids, masks = (torch.cat([each, new]) for each, new in zip(widened, (row, mask[None]), strict=True))
-        return Sight(processor=self.processor, pictures=[*self.pictures, [blank]]), ids, masks
+        return replace(self, pictures=[*self.pictures, [blank]]), ids, masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,38 +186,53 @@ class _Once:
     tower: nn.Module
     inputs: dict[str, torch.Tensor]
     """Of each picture once."""
-    order: list[int]
-    """Which of them each picture of the sequences is."""
+    orders: dict[int, list[int]]
+    """By kind: which of them each picture of the sequences is."""
 
     @classmethod
-    def of(cls, model: Any, pictures: Sequence[Picture], processor: PictureProcessor) -> _Once | None:
+    def of(cls, model: Any, pictures: Sequence[Medium], processor: PictureProcessor) -> _Once | None:
         """None where each is there once, and for other towers."""
-        places = {picture.key: place for place, picture in enumerate({each.key: each for each in pictures}.values())}
+        different = {each.key: each for each in pictures}
         find = getattr(model, "get_encoder", None)
-        if len(places) == len(pictures) or find is None:
+        if len(different) == len(pictures) or find is None:
             return None
         tower = find(modality="image")
         if tower is model or "grid_thw" not in inspect.signature(tower.forward).parameters:
             return None
-        inputs = processor.inputs(list({each.key: each for each in pictures}.values()))
-        return cls(tower=tower, inputs=inputs, order=[places[picture.key] for picture in pictures])
+        orders = {}
+        for kind in processor.token_ids:
+            own = [picture.key for picture in pictures if kind_of(picture) == kind]
+            places = {key: place for place, key in enumerate(dict.fromkeys(own))}
+            if own:
+                orders[kind] = [places[key] for key in own]
+        return cls(tower=tower, inputs=processor.inputs(list(different.values())), orders=orders)
 
     def of_sequences(self) -> dict[str, torch.Tensor]:
-        """The grids of all pictures of the sequences, and the patches of each once."""
-        return self.inputs | {"image_grid_thw": self.inputs["image_grid_thw"][self.order]}
+        """What there is of each picture of the sequences, as its grid, and the patches of each once."""
+        found = dict(self.inputs)
+        for kind, order in self.orders.items():
+            of_each = (GRIDS[kind], *((SECONDS,) if kind == OF_VIDEOS and SECONDS in found else ()))
+            found |= {name: self.inputs[name][order] for name in of_each}
+        return found
 
     def registered(self) -> list[Any]:
-        """Hooks of the tower, while it is called with patches of `inputs` and the grids of all pictures."""
-        grids = self.inputs["image_grid_thw"]
+        """Hooks of the tower, while it is called with patches of `inputs` and the grids of all pictures: with those of
+        pictures first, then with those of videos."""
         merged: Any = self.tower
-        counts = (grids.prod(-1) // merged.spatial_merge_size**2).tolist()
+        calls = itertools.cycle(sorted(self.orders))
+        called = OF_PICTURES
 
         def narrow(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            return args, kwargs | {"grid_thw": grids.to(kwargs["grid_thw"].device)}
+            nonlocal called
+            called = next(calls)
+            grids, given = self.inputs[GRIDS[called]], kwargs["grid_thw"]
+            assert torch.equal(given.cpu(), grids[self.orders[called]].cpu())
+            return args, kwargs | {"grid_thw": grids.to(given.device)}
 
         def widened(features: torch.Tensor) -> torch.Tensor:
-            each = torch.split(features, counts)
-            return torch.cat([each[place] for place in self.order])
+            counts = self.inputs[GRIDS[called]].prod(-1) // merged.spatial_merge_size**2
+            each = torch.split(features, counts.tolist())
+            return torch.cat([each[place] for place in self.orders[called]])
 
         def widen(module: nn.Module, args: Any, output: Any) -> Any:
             output["pooler_output"] = widened(output["pooler_output"])
@@ -211,6 +246,10 @@ class _Once:
         ]
 
 
+SECONDS = "second_per_grid_ts"
+"""Between two steps in time of a video, for Qwen2.5-VL."""
+
+
 def _placed(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, kinds: torch.Tensor, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,17 +259,42 @@ def _placed(
     if place is None:
         positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         return positions, positions.new_zeros(len(positions), 1)
+    seconds = {SECONDS: given[SECONDS].double()} if SECONDS in given else {}  # vLLM multiplies them as such
     positions, deltas = place(
         input_ids,
         mm_token_type_ids=kinds,
         image_grid_thw=given.get("image_grid_thw"),
+        video_grid_thw=given.get("video_grid_thw"),
         attention_mask=attention_mask,
+        **seconds,
     )
-    return positions, deltas.reshape(-1, 1)
+    return _after_videos(positions, deltas.reshape(-1, 1), attention_mask.bool(), kinds)
+
+
+def _after_videos(
+    positions: torch.Tensor, deltas: torch.Tensor, mask: torch.Tensor, kinds: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and deltas where what follows a video begins behind its last one, as Qwen2-VL was trained and vLLM
+    places it. transformers begins behind its width and height: within a video that goes on for longer."""
+    if not (kinds == OF_VIDEOS).any():
+        return positions, deltas
+    positions, deltas = positions.clone(), deltas.clone()
+    for row, (own, inside) in enumerate(zip(kinds, mask, strict=True)):
+        columns, end = inside.nonzero()[:, 0], 0
+        runs = itertools.groupby(columns.tolist(), key=own.tolist().__getitem__)
+        for _, run in runs:
+            here = torch.tensor(list(run), device=positions.device)
+            begin = int(positions[:, row, here].min())
+            if begin < end:
+                positions[:, row, columns[columns >= here[0]]] += end - begin
+            end = int(positions[:, row, here].max()) + 1
+        deltas[row] = end - len(columns)
+    return positions, deltas
 
 
 def _names_of_kinds(model: Any) -> list[str]:
-    """Arguments of `model` with 1 for each token of a picture, else 0: some models let those see one another."""
+    """Arguments of `model` with 1 for each token of a picture, 2 for each of a video, else 0: some models let those of
+    one picture see one another."""
     base: Any = MODEL_MAPPING[type(model.config)]
     accepted = inspect.signature(base.forward).parameters
     return [name for name in ("token_type_ids", "mm_token_type_ids") if name in accepted]

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.config import ConfigError
-from verl.utils.pictures import Picture
+from verl.utils.pictures import Medium
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.records import SamplingOptions, TokenOutput
 
@@ -91,7 +91,7 @@ class SeeingEngine(Protocol):
     sees: Literal[True]
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Medium] = ()
     ) -> TokenOutput:
         """As `Engine.generate`. The prompt includes the tokens of its pictures."""
 

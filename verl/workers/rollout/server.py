@@ -26,7 +26,7 @@ from verl.checkpoint_engine.errors import ActivationError, CheckpointEngineError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.checkpoint_engine.support.memory import MemoryUse, tree_use
 from verl.utils.lifetime import begin_actor
-from verl.utils.pictures import Picture
+from verl.utils.pictures import Medium
 from verl.utils.timing import Span, SpanLog
 from verl.workers.rollout.engine import Engine, EngineSpec, KeepingEngine, SeeingEngine, TellingEngine, TracedEngine
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
@@ -89,7 +89,7 @@ class RolloutServer:
         prompt_ids: list[int],
         sampling: SamplingOptions,
         request_id: str,
-        pictures: Sequence[Picture] = (),
+        pictures: Sequence[Medium] = (),
         cache: str | None = None,
         name: CallName | None = None,
     ) -> TokenOutput:
@@ -114,7 +114,7 @@ class RolloutServer:
         prompt_ids: list[int],
         sampling: SamplingOptions,
         request_id: str,
-        pictures: Sequence[Picture],
+        pictures: Sequence[Medium],
         cache: str | None,
     ) -> TokenOutput:
         name, timeout_s = self._spec.name, self._spec.config.generate_timeout_s
@@ -142,7 +142,7 @@ class RolloutServer:
         prompt_ids: list[int],
         sampling: SamplingOptions,
         request_id: str,
-        pictures: Sequence[Picture],
+        pictures: Sequence[Medium],
         cache: str | None,
     ) -> TokenOutput:
         if not pictures:

@@ -5,7 +5,7 @@ No key is ignored silently: a translation that loses anything adds a `Note`, an 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,11 +24,11 @@ from verl.trainer.config.from_verl.spellings import REASONS, SPELLINGS
 from verl.trainer.config.schema import free_form_key, is_known, keys
 from verl.utils.builtin import PREFIX, SEEING_MODEL, SHAPES, is_builtin
 from verl.utils.config import ConfigError, written
-from verl.utils.language_model import SEEING, directory_sees
+from verl.utils.language_model import SEEING, WITH_VIDEOS, directory_sees
 
 CHECKPOINT_ENGINE, MODEL = "actor_rollout_ref.rollout.checkpoint_engine", "actor_rollout_ref.model.path"
 LANGUAGE_MODEL_ONLY = "actor_rollout_ref.model.language_model_only"
-PICTURES, OTHER_MEDIA = "data.image_key", ("data.video_key", "data.audio_key")
+PICTURES, VIDEOS, SOUNDS = "data.image_key", "data.video_key", "data.audio_key"
 """Columns that no model, or only some, reads here. verl's files always name them, so only a key set by the user
 counts. A row with something in such a column is refused."""
 
@@ -92,9 +92,10 @@ def translated(values: Mapping[str, Any], explicit: Collection[str] = ()) -> Tra
         if ours is not value and ours != value:
             _put(result.values, key, ours)
             result.notes.append(Note(key=key, value=value, why=REASONS.get(key) or f"it is {written(ours)} here"))
-    for key in OTHER_MEDIA:
-        if key in explicit and (value := _get(result.values, key)):
-            why = "models read text and pictures here: a row in which it is not empty is refused"
+    for key, whole in ((VIDEOS, WITH_VIDEOS), (SOUNDS, ())):
+        if key in explicit and (value := _get(result.values, key)) and not _sees(result.values, whole):
+            readers = f" unless the model is one of {', '.join(whole)}" if whole else ""
+            why = f"a row in which it is not empty is refused{readers}"
             result.notes.append(Note(key=key, value=value, why=why))
     pictures = PICTURES in explicit and _of_stand_in(result)
     problems = [*result.problems, *(_refusal(keys, why) for why, keys in result.refused.items())]
@@ -118,13 +119,13 @@ def _of_stand_in(result: Translation) -> bool:
     return False
 
 
-def _sees(values: Mapping[str, Any]) -> bool:
-    """Whether the policy that is named sees; the built-in one for `builtin:shapes` does."""
+def _sees(values: Mapping[str, Any], kinds: Sequence[str] = SEEING) -> bool:
+    """Whether the policy that is named sees, and is of `kinds`; the built-in one for `builtin:shapes` is Qwen2.5-VL."""
     path = _get(values, MODEL)
     if path is None:
-        return _get(values, "data.train_files") in (SHAPES, [SHAPES])
+        return bool(kinds) and _get(values, "data.train_files") in (SHAPES, [SHAPES])
     whole = _get(values, LANGUAGE_MODEL_ONLY) is False
-    return path == SEEING_MODEL or directory_sees(str(path), whole=whole)
+    return (path == SEEING_MODEL and bool(kinds)) or directory_sees(str(path), kinds, whole=whole)
 
 
 def _refusal(refused: list[str], why: str) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from verl.protocol import DataProto, tensors_of
 from verl.utils.config import ConfigError
-from verl.utils.pictures import MULTI_MODAL_DATA, SEEN, PictureError, PictureProcessor
+from verl.utils.pictures import MULTI_MODAL_DATA, SEEN, PictureError, PictureProcessor, media_in
 from verl.workers.config import FSDPConfig, HFModelConfig, OptimizerConfig
 from verl.workers.engine.copies import gather_rows, same_draws
 from verl.workers.engine.decay import decay_groups
@@ -300,7 +300,8 @@ class FSDPEngine:
     def _sight(self, micro_batch: DataProto) -> Sight | None:
         """Of data some of which have pictures. Raises PictureError if the rollout engine saw others, and for a model
         that reads text alone."""
-        pictures = [each["images"] for each in micro_batch.non_tensor_batch.get(MULTI_MODAL_DATA, ())]
+        given = micro_batch.non_tensor_batch.get(MULTI_MODAL_DATA, ())
+        pictures = [media_in(each) for each in given]
         if self._processor is None:
             if any(pictures):
                 raise PictureError(f"samples have pictures, and {self._model_config.path} is trained on text alone")
@@ -309,7 +310,8 @@ class FSDPEngine:
             return None
         for own, by_engine in zip(pictures, micro_batch.non_tensor_batch.get(SEEN, ()), strict=False):
             self._processor.require_same(own, by_engine)
-        return Sight(processor=self._processor, pictures=pictures)
+        with_videos = any("videos" in each for each in given)
+        return Sight(processor=self._processor, pictures=pictures, with_videos=with_videos)
 
     def _keeps_sequences_apart(self) -> bool:
         model = self._built()

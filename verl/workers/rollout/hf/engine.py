@@ -26,7 +26,7 @@ from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.utils.config import ConfigError
 from verl.utils.language_model import auto_class, choose_part, is_wrapper, language_config, sees
 from verl.utils.model import ATTENTION, override, read_hf_config
-from verl.utils.pictures import Picture, PictureError, load_processor
+from verl.utils.pictures import Medium, PictureError, load_processor
 from verl.workers.hf.attention import attention_implementation
 from verl.workers.hf.checkpoint import HFCheckpoint
 from verl.workers.hf.probing import Build
@@ -56,7 +56,7 @@ class Request:
     generator: torch.Generator
     output: asyncio.Future[TokenOutput]
     max_tokens: int
-    pictures: Sequence[Picture] = ()
+    pictures: Sequence[Medium] = ()
     seen: tuple[str, ...] = ()
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -183,7 +183,7 @@ class HFEngine:
         return found.decoding
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Picture] = ()
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Medium] = ()
     ) -> TokenOutput:
         seen: tuple[str, ...] = ()
         if pictures:
@@ -217,7 +217,7 @@ class HFEngine:
             return None
         return request.after(known, "died")
 
-    def _require_seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> tuple[str, ...]:
+    def _require_seen(self, prompt_ids: Sequence[int], pictures: Sequence[Medium], request_id: str) -> tuple[str, ...]:
         """Check the pictures of one request before it joins others; returns their digests. Raises RolloutError."""
         what = f"{self._spec.name}: request {request_id}"
         if self._processor is None:

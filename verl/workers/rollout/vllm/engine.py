@@ -31,7 +31,8 @@ from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.language_model import is_wrapper
 from verl.utils.model import ATTENTION, load_hf_config
-from verl.utils.pictures import Picture, PictureError, PictureProcessor, load_processor
+from verl.utils.pictures import Medium, PictureError, PictureProcessor, load_processor
+from verl.utils.pictures.processing import OF_VIDEOS
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (
@@ -59,9 +60,10 @@ PATCHES_FROM_HERE = {
     "skip_tokenizer_init": False,  # vLLM's own processor, which no prompt passes, wants a tokenizer all the same
     "mm_processor_cache_gb": 0,
     "mm_device_do_normalize": False,  # on by default, and patches are normalized already
-    "limit_mm_per_prompt": {"video": 0},
 }
 """Options for a vision model."""
+NO_VIDEOS = {"limit_mm_per_prompt": {"video": 0}}
+"""Those of one that gets none."""
 QUANTIZATION = {"fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*gate", "*router"]}}}
 """vLLM's values for `rollout.quantization`. Routers are excluded: they are small, and errors matter most there."""
 EXPERTS_WORKER = "verl.checkpoint_engine.engines.vllm.cpu_experts.ExpertsWorker"
@@ -187,7 +189,7 @@ class VLLMEngine:
         if is_wrapper(load_hf_config(spec.model)):
             arguments["language_model_only"] = True  # the trainer has and sends no more
         if self._processor is not None:
-            arguments |= PATCHES_FROM_HERE
+            arguments |= PATCHES_FROM_HERE | ({} if OF_VIDEOS in self._processor.token_ids else NO_VIDEOS)
         if spec.device == "cpu":
             arguments["kv_cache_memory_bytes"] = int(config.cpu_kvcache_gib * 2**30)
             if config.replica_ranks == 1:
@@ -221,7 +223,7 @@ class VLLMEngine:
         prompt_ids: Sequence[int],
         sampling: SamplingOptions,
         request_id: str,
-        pictures: Sequence[Picture] = (),
+        pictures: Sequence[Medium] = (),
         *,
         cache: str | None = None,
     ) -> TokenOutput:
@@ -280,7 +282,7 @@ class VLLMEngine:
                 return self._token_output(output, asked, "died", known)
         return None
 
-    async def _seen(self, prompt_ids: Sequence[int], pictures: Sequence[Picture], request_id: str) -> EngineInput:
+    async def _seen(self, prompt_ids: Sequence[int], pictures: Sequence[Medium], request_id: str) -> EngineInput:
         what = f"{self._spec.name}: request {request_id}"
         if self._processor is None:
             raise RolloutError(f"{what} has pictures, and the model reads text alone")

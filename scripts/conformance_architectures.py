@@ -46,6 +46,7 @@ DTYPE = "bfloat16"
 TOLERANCE = TOLERANCES[DTYPE]
 ANSWERS_WITHIN_S = 60.0
 CERTIFIED, EXPERTS, FALSE_ALARM, REAL = "certified", "has experts", "false alarm", "real fault"
+NOT_LOADED = "the update is refused, which certify says"
 ENDED, REFUSED = "the engine ended", "computes otherwise, which certify says"
 
 
@@ -89,7 +90,8 @@ def tried(name: str, scratch: Path, warm: WarmWorkers) -> dict[str, object]:
     except ConfigError as exc:
         return {"verdict": REFUSED, "why": str(exc), "float32": distance_in_float32(model, scratch, warm)}
     except CheckpointEngineError as exc:
-        return {"verdict": ENDED, "why": str(exc), "error": exc.__notes__[-1]}
+        verdict = ENDED if "EngineCore encountered" in str(exc) else NOT_LOADED
+        return {"verdict": verdict, "why": str(exc), "error": exc.__notes__[-1]}
     found: dict[str, object] = {
         "noise": round(max(step.deviation for step in report.steps), 4),
         "weakest": round(report.weakest, 4),

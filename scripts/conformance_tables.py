@@ -79,8 +79,8 @@ def seeds() -> str:
         by_class.setdefault(what, []).append(name)
     lines = [
         f"Faults put into a real vLLM 0.32.0, {len(found)} in all, and the class that each was given "
-        f"(`python scripts/conformance_seeds.py`, {runs[first]['date']}, Qwen3, {first}, `disk`, `lora`, and the steps of "
-        "`--level full`):",
+        f"(`python scripts/conformance_seeds.py`, {runs[first]['date']}, Qwen3, {first}, `disk`, `lora`, and the steps "
+        "of `--level full`):",
         "",
         "| class | faults |",
         "|---|---|",

@@ -48,6 +48,8 @@ WHY = {
     "lfm2": "vLLM's kernel for CPUs rotates other heads, see [below](#found-in-vllm); a transformers that rotates the "
     "same is 1e-6 nats away",
     "ernie4_5": "vLLM's model leaves out the biases of our configuration, from disk, too",
+    "gemma3n_text": "vLLM's model for text alone is given no embeddings of single layers; transformers without them is "
+    "2e-6 nats away",
     "youtu": "vLLM's latent attention takes no such heads: *Head dimension 16 is not supported by MLA*",
     "falcon_h1": "beside prefix caching, Mamba 2 on a CPU has no states of chunks "
     "([vllm-project/vllm#54504](https://github.com/vllm-project/vllm/issues/54504)): *index 9 is out of bounds*. With "

@@ -17,7 +17,7 @@ from tests.seeing import make_seeing
 from verl.experimental.agent_loop.manager import AgentLoopManager
 from verl.trainer.config.loader import load_config, resolve_config
 from verl.trainer.ppo import requirements
-from verl.trainer.ppo.data import build_dataloaders
+from verl.trainer.ppo.data import build_dataloaders, require_seen
 from verl.trainer.ppo.job import local_critic
 from verl.trainer.ppo.requirements import require_sight
 from verl.utils.builtin import make_tiny_model
@@ -59,6 +59,13 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
     with pytest.raises(ConfigError, match="qwen2_5_vl, which sees,") as refusal:
         require_sight(config)
     assert said in str(refusal.value)
+
+
+def test_videos_are_refused_with_vllm() -> None:
+    data = SimpleNamespace(filmed="data.train_files: row 3 of x.parquet", pictured={})
+    require_seen(load_config([HF]), data, AgentLoopManager)
+    with pytest.raises(ConfigError, match="row 3 of x.parquet: the sample has a video, with which vLLM has not been"):
+        require_seen(load_config(["actor_rollout_ref.rollout.name=vllm"]), data, AgentLoopManager)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from verl.utils.language_model import (  # noqa: E402
     SEEING_IN_VLLM,
     WHY_NOT_IN_VLLM,
     WITH_VIDEOS,
+    WITH_VIDEOS_IN_VLLM,
     WRAPPERS,
 )
 from verl.workers.engine.megatron.architectures import ARCHITECTURES as MEGATRON  # noqa: E402
@@ -160,6 +161,7 @@ def _seeing(kind: str) -> str:
     needs += ["num2words"] if kind == "smolvlm" else []
     needs += ["in vLLM, a tower of CLIP, SigLIP or Pixtral"] if kind == "llava" else []
     videos = "right, with `hf`" if kind in WITH_VIDEOS else "refused"
+    videos = "right" if kind in WITH_VIDEOS_IN_VLLM else videos
     return f"| `{kind}` | {videos} | {packed} | right | {fsdp} | right | {vllm} | {', '.join(needs)} |\n"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.pictures import HAS_TORCHVISION, with_torchvision
+from verl.utils.language_model import WITH_VIDEOS_IN_VLLM
 
 pytestmark = pytest.mark.skipif(not HAS_TORCHVISION, reason="no torchvision: make vision")
 
@@ -24,14 +25,14 @@ def told(engine: str, family: str, folder: Path) -> Any:
     return json.loads((folder / "answers").read_text())
 
 
-def compare(found: Any, family: str, most: float = 1e-4) -> None:
+def compare(found: Any, family: str) -> None:
     """Of the long video, which comes last, transformers alone places what follows elsewhere in two families."""
     each = list(zip(found["answers"], found["expected"], found["scored"], strict=True))
     for number, ((tokens, log_probs), (expected, alone), by_trainer) in enumerate(each):
-        assert log_probs == pytest.approx(by_trainer, abs=most)
+        assert log_probs == pytest.approx(by_trainer, abs=1e-4)
         if number < len(each) - 1 or not family.startswith("qwen2"):
-            assert most > 1e-4 or tokens == expected
-            assert log_probs == pytest.approx(alone, abs=most)
+            assert tokens == expected
+            assert log_probs == pytest.approx(alone, abs=1e-4)
         else:
             assert log_probs != pytest.approx(alone, abs=1e-4)
 
@@ -41,3 +42,11 @@ def compare(found: Any, family: str, most: float = 1e-4) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_greedy_tokens_are_those_of_transformers_alone(tmp_path: Path, family: str) -> None:
     compare(told("hf", family, tmp_path), family)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", WITH_VIDEOS_IN_VLLM)
+def test_so_are_those_of_vllm_whose_inputs_are_its_own_processors(tmp_path: Path, family: str) -> None:
+    found = told("vllm", family, tmp_path)
+    compare(found, family)
+    assert found["inputs"] == []

@@ -10,6 +10,8 @@ from verl.trainer.ppo.dynamic_sampling import generation_batch_size
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
 from verl.utils.dataset.rl_dataset import Partners, ShownTools
+from verl.utils.language_model import WITH_VIDEOS_IN_VLLM
+from verl.utils.model import load_hf_config
 from verl.utils.pictures import PictureProcessor
 from verl.utils.reward_score.default import no_rule, rule_for
 from verl.workers.config import PPOConfig
@@ -107,12 +109,15 @@ def unheard_interactions(
 
 def require_seen(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any) -> None:
     """Raises ConfigError if samples have pictures that the agent loop, the reward model or a teacher would not see, and
-    for videos in vLLM."""
-    if (place := getattr(dataset, "filmed", "")) and config.actor_rollout_ref.rollout.name == "vllm":
-        raise ConfigError(
-            f"{place}: the sample has a video, with which vLLM has not been tried here: set "
-            "actor_rollout_ref.rollout.name=hf"
-        )
+    for videos of a model with which vLLM has not been tried."""
+    policy = config.actor_rollout_ref
+    if (place := getattr(dataset, "filmed", "")) and policy.rollout.name == "vllm":
+        kind = load_hf_config(policy.model).model_type
+        if kind not in WITH_VIDEOS_IN_VLLM:
+            raise ConfigError(
+                f"{place}: the sample has a video, and those of {kind} have not been tried in vLLM "
+                f"({', '.join(WITH_VIDEOS_IN_VLLM)} has): set actor_rollout_ref.rollout.name=hf"
+            )
     for agent, place in getattr(dataset, "pictured", {}).items():
         sees = getattr(agent_loop_manager_class, "sees", None)
         if sees is None or not sees(config, agent):

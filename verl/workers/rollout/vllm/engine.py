@@ -29,10 +29,9 @@ from verl.checkpoint_engine.engines.vllm.reports import take_reports, take_worke
 from verl.checkpoint_engine.memory.committed import open_to_activate
 from verl.checkpoint_engine.parameter_server.endpoints import ENGINE_NAME
 from verl.checkpoint_engine.plan.types import EngineCheckResult
-from verl.utils.language_model import is_wrapper
+from verl.utils.language_model import WITH_VIDEOS_IN_VLLM, is_wrapper
 from verl.utils.model import ATTENTION, load_hf_config
 from verl.utils.pictures import Medium, PictureError, PictureProcessor, load_processor
-from verl.utils.pictures.processing import OF_VIDEOS
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import (
@@ -189,7 +188,8 @@ class VLLMEngine:
         if is_wrapper(load_hf_config(spec.model)):
             arguments["language_model_only"] = True  # the trainer has and sends no more
         if self._processor is not None:
-            arguments |= PATCHES_FROM_HERE | ({} if OF_VIDEOS in self._processor.token_ids else NO_VIDEOS)
+            with_videos = self._processor.model_type in WITH_VIDEOS_IN_VLLM
+            arguments |= PATCHES_FROM_HERE | ({} if with_videos else NO_VIDEOS)
         if spec.device == "cpu":
             arguments["kv_cache_memory_bytes"] = int(config.cpu_kvcache_gib * 2**30)
             if config.replica_ranks == 1:

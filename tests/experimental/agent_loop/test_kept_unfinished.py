@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.experimental.agent_loop.scripted_server import said
-from verl.experimental.agent_loop import AgentLoopWorker, kept_unfinished
+from verl.experimental.agent_loop import AgentLoopWorker, kept_unfinished, worker
 from verl.experimental.agent_loop.attempts import Call
 from verl.experimental.agent_loop.kept_unfinished import KeptUnfinished, read
 from verl.experimental.agent_loop.registry import known_loops
@@ -78,6 +78,30 @@ async def test_tokens_of_versions_that_do_not_come_again_are_generated_again(tmp
     assert answers(read(tmp_path, 0, RUN, 2)) == {"one": [("first", [1], False, 7)]}
 
 
+async def test_the_file_is_written_anew_when_something_has_come_and_not_before(tmp_path):
+    looks, part = [], call("first", said([1], "aborted"))
+
+    def calls():
+        looks.append(len(looks))
+        return [("one", part)]
+
+    async def until(condition):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    path = tmp_path / "0.unfinished"
+    kept = KeptUnfinished(tmp_path, 0, RUN, calls)
+    await until(path.exists)
+    first, number = path.stat().st_ino, len(looks)
+    await until(lambda: len(looks) > number + 5)
+    assert path.stat().st_ino == first
+    part.so_far.told = Told()
+    part.so_far.told.add(said([2], "died"))
+    await until(lambda: path.stat().st_ino != first)
+    kept.close()
+    assert answers(read(tmp_path, 0, RUN, 0)) == {"one": [("first", [1, 2], False, 6)]}
+
+
 async def test_nobody_else_may_read_it(tmp_path):
     await written(tmp_path / "kept", ("one", call("first", said([1, 2]))))
     paths = [tmp_path / "kept", tmp_path / "kept/0.unfinished"]
@@ -89,6 +113,10 @@ async def test_beyond_the_bound_nothing_is_kept_and_the_log_says_so(tmp_path, mo
     await written(tmp_path, ("one", call("first", said([1, 2]))), ("two", call("second", said([3, 4]))))
     assert list(read(tmp_path, 0, RUN, 0)) == ["one"]
     assert "answers under way have over 3 tokens" in caplog.text
+
+
+def in_file(directory):
+    return [call.so_far.token_ids for calls in read(directory, 0, RUN, 1).values() for call in calls]
 
 
 def worker_of(server, tokenizer_path):
@@ -108,8 +136,7 @@ async def test_in_a_resumed_run_a_worker_goes_on_after_the_last_token(start_serv
     generating = asyncio.create_task(before.generate_sequences(samples, 0))
     while not any(3 in known.values() for known in (await server.seen.remote())["asked"]):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    (tmp_path / "0.unfinished").unlink()
-    while not (tmp_path / "0.unfinished").exists():  # noqa: ASYNC110
+    while in_file(tmp_path) != [[7, 8, 9]]:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     generating.cancel()
     await asyncio.wait([generating])
@@ -124,3 +151,17 @@ async def test_in_a_resumed_run_a_worker_goes_on_after_the_last_token(start_serv
         assert data.batch["rollout_versions"].tolist() == [[1, 1, 1, 2]]
     else:
         assert sampling.max_tokens == 4
+
+
+@pytest.mark.parametrize(("lingers_s", "left"), [(600.0, [[1, 2]]), (0.0, [])])
+async def test_what_is_complete_stays_in_the_file_until_it_has_reached_that_of_samples(
+    start_server, tokenizer_path, tmp_path, monkeypatch, lingers_s, left
+):
+    monkeypatch.setattr(worker, "LINGERS_S", lingers_s)
+    samples = DataProto.from_dict({}, {"raw_prompt": [[{"role": "user", "content": "a"}]], "uid": ["one"]})
+    samples.meta_info |= {"validate": False, "unfinished": (str(tmp_path), RUN)}
+    generating = worker_of(start_server(said([1, 2])), tokenizer_path)
+    await generating.generate_sequences(samples, 0)
+    await generating.generate_sequences(samples, 1)  # another one: what of the first is in the file is seen after it
+    while in_file(tmp_path) != 2 * left:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)

@@ -35,6 +35,12 @@ class Call:
     def num_tokens(self) -> int:
         return len(self.so_far.token_ids if self.output is None else self.output.token_ids)
 
+    @property
+    def num_known(self) -> int:
+        """With those that are told of the piece under way."""
+        told = self.so_far.told
+        return self.num_tokens + (told.num_tokens if told is not None and self.output is None else 0)
+
 
 def asked(prompt_ids: Sequence[int], sampling: SamplingOptions, pictures: Sequence[Medium] | None) -> str:
     """Equal for equal requests, in other processes, too. Of a long conversation it is small."""

@@ -2,7 +2,7 @@
 
     <output_dir>/kept_samples/0.unfinished    0600; of worker 0; written anew again and again
 
-It may be a second old, or older, so that it costs little. In a resumed run the worker of the same rank goes on with it.
+It may be older than EVERY_S, so that it costs little. In a resumed run the worker of the same rank goes on with it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 1.0
+EVERY_S = 0.02
 SHARE = 50
-"""Of the time, at most the reciprocal goes into it: with much to write it is written less often."""
+"""Of the loop's time, at most the reciprocal goes into it: with much to write it is written less often."""
+SHARE_OF_DISK = 5
+"""Likewise of the disk's."""
 MOST_TOKENS = 16 * 2**20
 """In one file. What is beyond them is generated again."""
 
@@ -51,15 +53,21 @@ class KeptUnfinished:
         self._writing.cancel()
 
     async def _write_again_and_again(self) -> None:
+        before: list[Any] | None = None
         while True:
-            began_s = time.monotonic()
-            content = self._content()
+            began_s = time.thread_time()
+            now = [(sample, call.asked, call.num_known, call.output is None) for sample, call in self._calls()]
+            if now == before:
+                await asyncio.sleep(EVERY_S)
+                continue
+            content, before = self._content(), now
+            busy_s = time.thread_time() - began_s
             try:
-                await asyncio.to_thread(self._write, content)
+                write_s = await asyncio.to_thread(self._write, content)
             except OSError as exc:
                 logger.warning("answers under way are not kept for a restart (rollout.keep_tokens): %s", exc)
                 return
-            await asyncio.sleep(max(EVERY_S, SHARE * (time.monotonic() - began_s)))
+            await asyncio.sleep(max(EVERY_S, SHARE * busy_s, SHARE_OF_DISK * write_s))
 
     def _content(self) -> list[Any]:
         content, tokens = [], 0
@@ -80,11 +88,14 @@ class KeptUnfinished:
             content.append((sample, call.asked, call.so_far.max_tokens, call.output is not None, *_plain(known)))
         return content
 
-    def _write(self, content: list[Any]) -> None:
+    def _write(self, content: list[Any]) -> float:
+        """Returns the seconds that it took."""
+        began_s = time.monotonic()
         new = self._path.with_suffix(".new")
         new.unlink(missing_ok=True)
         append(new, b"", {"run": self._run}, packed(content))
         os.replace(new, self._path)
+        return time.monotonic() - began_s
 
 
 def read(directory: Path, rank: int, run: str, up_to: int) -> dict[str, list[Call]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +17,11 @@ from verl.utils.seeds import derived
 from verl.workers.rollout.errors import RolloutError
 from verl.workers.rollout.records import StopReason, TokenOutput, WeightVersionSpan
 
-TOLD_EVERY_S = 0.2
+TOLD_EVERY_S = 0.02
 """Between two requests for what a server has sampled meanwhile, of all responses at once: so much is lost with it."""
+TOLD_AT_LEAST_EVERY_S = 0.2
+SHARE = 10
+"""Between those two, the pause is so many times as long as the last request took: a server has other work."""
 
 
 class Partial:
@@ -133,15 +137,18 @@ class Listener:
             del self._calls[call_id]
 
     async def _ask(self) -> None:
+        pause_s = self._every_s
         while self._tells:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(pause_s)
             known = {call_id: told.num_tokens for call_id, told in self._calls.items()}
             if not known:
                 return
+            began_s = time.monotonic()
             try:
                 parts = await self._server.tokens_since.remote(known)
             except RayError:  # as the calls themselves will say
                 continue
+            pause_s = max(min(SHARE * (time.monotonic() - began_s), TOLD_AT_LEAST_EVERY_S), self._every_s)
             self._tells = parts is not None
             for call_id, part in (parts or {}).items():
                 if call_id in self._calls:  # else it has been answered since

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 NO_PICTURES: Mapping[str, Any] = {"images": []}
 TAKEN_WITHIN_S = 10.0
+LINGERS_S = 1.0
+"""How long a complete sample counts as under way: it is on its way into the file where it outlives its driver."""
 MOST_KEPT_NBYTES = 2**29
 """Of complete batches, of one prompt each: the oldest ones go."""
 OURS = (AgentLoopError, ConfigError, RayError, RolloutError)
@@ -103,7 +105,7 @@ class AgentLoopWorker:
         """Whether there was no room for one."""
 
         self._active: dict[Hashable, Recording] = {}
-        """By name, samples that are not complete, of batches that another driver may ask for."""
+        """By name, samples that are not complete, or only just, of batches that another driver may ask for."""
 
         self._kept: KeptUnfinished | None = None
         self._tool_calls = ToolCalls(tool_calls and tool_calls / f"{rank}.calls", takes_over=takes_over)
@@ -241,13 +243,12 @@ class AgentLoopWorker:
                 if servers.may_be_repeated and not validate:  # of validation uids come again, with other weights
                     failed = task.cancelled() or task.exception() is not None
                     self._attempts.leave(name, servers.attempt.all_calls if failed else task.result())
+            self._deactivate(begun.values())
             raise
         finally:
             self._running.remove(running)
             await _ended(begun)
-            for name, servers in begun.values():
-                if self._active.get(name) is servers:
-                    del self._active[name]
+        asyncio.get_running_loop().call_later(LINGERS_S, self._deactivate, list(begun.values()))
         self._tell_complete(begun.values())
         batch = to_batch(
             outputs,
@@ -265,6 +266,11 @@ class AgentLoopWorker:
             **{name: sum(getattr(servers.sample, name) for _, servers in begun.values()) for name in COUNTS},
         }
         return batch
+
+    def _deactivate(self, samples: Iterable[tuple[str, Recording]]) -> None:
+        for name, servers in samples:
+            if self._active.get(name) is servers:
+                del self._active[name]
 
     def _tell_complete(self, samples: Iterable[tuple[str, Recording]]) -> None:
         """Servers need not keep their calls any longer. Nobody waits for it."""

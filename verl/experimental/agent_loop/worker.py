@@ -129,10 +129,11 @@ class AgentLoopWorker:
         """Send requests to `servers` from now on, after a change of replicas."""
         self._servers = self._connect(servers)
 
-    async def take_unfinished(self, directory: Path, run: str, up_to: int) -> int:
-        """Go on with what the worker of this rank had when its driver died, without tokens of versions after `up_to`:
-        see `kept_unfinished.read`. Returns the number of tokens."""
-        found = await asyncio.to_thread(kept_unfinished.read, directory, self._rank, run, up_to)
+    async def take_unfinished(self, directory: Path, run: str, up_to: int, uids: Collection[str]) -> int:
+        """Go on with what the worker of this rank had of these prompts when its driver died, without tokens of versions
+        after `up_to`: see `kept_unfinished.read`. Returns the number of tokens."""
+        read = await asyncio.to_thread(kept_unfinished.read, directory, self._rank, run, up_to)
+        found = {sample: calls for sample, calls in read.items() if _uid_in(sample) in uids}
         for sample, calls in found.items():
             self._attempts.leave(sample, calls)
         await self._tool_calls.resume()
@@ -392,6 +393,11 @@ def _names(samples: DataProto, first_index: int) -> tuple[Hashable, ...] | None:
         return None
     how = (samples.meta_info.get("greedy", False), samples.meta_info.get("global_steps", 0))
     return (*uids, first_index, *how)
+
+
+def _uid_in(name: str) -> str:
+    """Of a sample that `_generate_sequences` has named."""
+    return name.split("'", 2)[1]
 
 
 def _rows(samples: DataProto) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ import torch
 from verl.checkpoint_engine.plan.types import SyncReport
 from verl.experimental.agent_loop.server_manager import COUNTS
 from verl.experimental.fully_async_policy.message_queue import Sample
-from verl.experimental.fully_async_policy.state import RollouterState
+from verl.experimental.fully_async_policy.state import RollouterState, uid_of
 from verl.experimental.fully_async_policy.supply import Supply, Terms
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.fleet.recovery import SYNC
@@ -141,7 +141,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
             self._resumed or RollouterState.at_beginning(self.train_dataloader.state_dict()), step
         )
         self._waiting = len(resumed.queued)
-        self._take_unfinished(step + len(resumed.queued) // required)
+        self._take_unfinished(resumed, step + len(resumed.queued) // required)
         self._supply = Supply(
             Terms(
                 config,
@@ -167,14 +167,18 @@ class FullyAsyncTrainer(RayPPOTrainer):
             supply, self._supply = self._supply, None
             supply.close()
 
-    def _take_unfinished(self, up_to: int) -> None:
+    def _take_unfinished(self, resumed: RollouterState, up_to: int) -> None:
         """Have agent loops go on with what they had when an earlier driver died; `up_to`: the last version that comes
         again. In this driver they have it, and uids are others after a return to an older step."""
         if self.kept is None or self._uids_are_old:
             return
+        run, complete = self.kept.run(), {sample.index for sample in resumed.queued}
+        drawn = max(resumed.drawn, *(index + 1 for index in complete), 0)
+        drawn += self.config.async_training.max_outstanding(_required(self.config))  # at most, when it died
+        begun = {prompt.index for prompt in resumed.in_flight}.union(range(resumed.drawn, drawn)) - complete
+        uids = {uid_of(run, index) for index in begun}
         asked = [
-            worker.take_unfinished.remote(self.kept.directory, self.kept.run(), up_to)
-            for worker in self.rollouts.workers
+            worker.take_unfinished.remote(self.kept.directory, run, up_to, uids) for worker in self.rollouts.workers
         ]
         tokens = sum(ray.get(asked, timeout=self.config.actor_rollout_ref.rollout.control_timeout_s))
         if tokens:

@@ -10,6 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPAT = ("verl/compat/", "verl/checkpoint_engine/compat/")
 DOCUMENTED = {"os._exit"}
 """Names with an underscore that their package documents, and that stand for nothing that may change."""
+OF_NAMED_TUPLES = {"_asdict", "_replace"}
+"""Likewise documented."""
 OUR_PREFIX = "_verl_"
 """Of methods that other files of ours call: every worker has them, whatever its own class is called."""
 
@@ -52,7 +54,8 @@ def foreign(tree: ast.AST, ours: set[str]) -> Iterator[str]:
                     f"{module}.{name.name}" for name in names if any(map(is_private, [*module.split("."), name.name]))
                 )
             case ast.Attribute(value=value, attr=attr) if is_private(attr) and not attr.startswith(OUR_PREFIX):
-                if attr not in (ours if is_own(value) else here) and ast.unparse(node) not in DOCUMENTED:
+                known = OF_NAMED_TUPLES | (ours if is_own(value) else here)
+                if attr not in known and ast.unparse(node) not in DOCUMENTED:
                     yield ast.unparse(node)
             case ast.Call(func=func, args=[_, ast.Constant(value=str(name)), *_]) if is_private(name):
                 if ast.unparse(func) in ("getattr", "setattr", "hasattr", "delattr"):

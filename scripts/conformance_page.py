@@ -219,8 +219,7 @@ LFM2, same version and CPU, 2026-11-30: other log-probs than transformers', by u
 queries and keys reads a tensor of tokens, heads and columns, which vLLM's LFM2 gives it, as one of heads: of `n` tokens
 it rotates the first `n` heads of all, one for each position. To reproduce, without a model; all numbers should be 0:
 
-```
-python -c '
+```python
 import torch
 from vllm.platforms import current_platform
 current_platform.import_kernels()
@@ -232,7 +231,7 @@ flat = torch.randn(n, heads * dim)
 cube = flat.clone().view(n, heads, dim)
 ops.rotary_embedding(torch.arange(n), flat, flat.clone(), dim, cache, True)
 ops.rotary_embedding(torch.arange(n), cube, cube.clone(), dim, cache, True)
-print((flat.view(n, heads, dim) - cube).abs().amax(-1))'
+print((flat.view(n, heads, dim) - cube).abs().amax(-1))
 ```
 
 `load_lora_adapter` in place, same version, CPU and day. Requests keep the path that their adapter had when they

@@ -17,7 +17,7 @@ from tests.checkpoint_engine.conformance.slow_engine import Loader, SlowEngine, 
 from tests.checkpoint_engine.stand_in_vllm import stand_in
 from verl.checkpoint_engine.certify import main
 from verl.checkpoint_engine.conformance.command import Options, prompts_of
-from verl.checkpoint_engine.conformance.distance import TOLERANCES
+from verl.checkpoint_engine.conformance.distance import TOLERANCES, Tolerance
 from verl.checkpoint_engine.conformance.oracle import MARGIN, Oracle, changed_version, load_model
 from verl.checkpoint_engine.conformance.probes import ProbedVLLM
 from verl.checkpoint_engine.conformance.routes import DiskRoute, route_of
@@ -279,6 +279,34 @@ def test_a_server_that_computes_otherwise_than_transformers_is_no_fault_of_an_up
     else:
         assert code == 1
         assert "wrongly loaded" in said.out
+
+
+def test_a_server_that_rounds_nearly_as_much_as_is_let_pass_is_refused(bench):
+    with slow_engine(bench.directory) as (engine, url):
+        engine.model.model.rotary_emb.inv_freq.mul_(1.01)
+        run = Run(
+            server=ProbedVLLM(url, timeout_s=60.0),
+            route=DiskRoute(url, timeout_s=60.0, pause_mode="wait"),
+            oracle=bench.oracle,
+            directories=bench.directories,
+            tolerance=Tolerance(1.0),
+            timeout_s=60.0,
+            flight_tokens=48,
+        )
+        away = run.cold().deviation
+        run.tolerance = Tolerance(1.4 * away)
+        run.cold()
+        assert run.is_cold_a
+        run.tolerance = Tolerance(1.2 * away)
+        with pytest.raises(ConfigError, match=f"computes otherwise than transformers: {away:.3g} nats away before any"):
+            run.cold()
+        run.tolerance = Tolerance(1.0)
+        away = run.warm("B", in_flight=False).deviation
+        run.require_agreement()
+        run.tolerance = Tolerance(1.2 * away)
+        run.warm("B", in_flight=False)
+        with pytest.raises(ConfigError, match=f"{away:.3g} nats away with the version that it was brought"):
+            run.require_agreement()
 
 
 def test_a_run_that_breaks_off_leaves_the_server_with_its_own_version(bench, engine, served, monkeypatch, capsys):

@@ -27,6 +27,8 @@ FLIGHT_TOKENS = 160
 SHORT_TOKENS = 12
 """The most of a prompt in flight, but for one token that is its own."""
 IN_FLIGHT = 3
+MOST_KNOWN = 0.75
+"""Of the tolerance, what a server may be away with weights that it has: other answers are up to a third further."""
 CACHED_TOKENS = 160
 """More than a block of vLLM's prefix cache on a CPU, 128."""
 
@@ -86,6 +88,8 @@ class Run:
     _cold: LogProbs | None = None
     _started: LogProbs | None = None
     """What the server computed before any update, if that is not A."""
+    _far_with_b: float | None = None
+    """How far it was from B, if that was hardly near enough."""
     _found: dict[int, LogProbs] = field(default_factory=dict)
     """What it computed last with each version."""
     _long: Sequence[int] = ()
@@ -98,13 +102,40 @@ class Run:
         step.deviation = self.tolerance.away(found, self.oracle.of_old)
         if step.deviation <= self.tolerance.nats:
             self._cold = found
+            self._require_agreement_in_flight(step)
         else:
             self._started = found
         return self._kept(step)
 
+    def _require_agreement_in_flight(self, step: Step) -> None:
+        """Answers as long as those in flight, whose versions are told by their log-probs, are near A. Raises
+        ConfigError."""
+        for prompt in self.oracle.prompts:
+            answer = self.server.continued(prompt[:SHORT_TOKENS], self.flight_tokens)
+            found = torch.tensor(list(answer.log_probs))
+            step.tokens += len(found)
+            away = self.tolerance.away(found, _teacher_forced(answer, self.oracle.old))
+            step.deviation = max(step.deviation, away)
+        if self._is_far(step.deviation):
+            raise self._too_far(step.deviation, "before any update")
+
+    def _is_far(self, away: float) -> bool:
+        """Too far for a server with the right weights: other answers might be beyond the tolerance."""
+        return away > MOST_KNOWN * self.tolerance.nats
+
+    def _too_far(self, away: float, when: str) -> ConfigError:
+        return ConfigError(
+            f"the server computes otherwise than transformers: {away:.3g} nats away {when}, where {self.tolerance} are "
+            "let pass of the many answers that follow. Which version gave a token would not show. Compare the two with "
+            "`verl-sync mismatch`"
+        )
+
     def require_agreement(self) -> None:
         """Raises ConfigError for a server that had A from the start, but computes otherwise with it than the oracle:
-        A changes nothing, and B does. Called when both have been brought."""
+        A changes nothing, and B does; and for one that has B and is hardly near enough. Called when both have been
+        brought."""
+        if self._far_with_b is not None:
+            raise self._too_far(self._far_with_b, "with the version that it was brought")
         if self._started is None or len(self._found) < 2:
             return
         to_a, to_b = (self.tolerance.away(self._found[target], self._started) for target in (0, 1))
@@ -217,6 +248,8 @@ class Run:
         step.tokens += len(found)
         step.deviation = self.tolerance.away(found, expected)
         is_new = step.deviation <= self.tolerance.nats
+        if is_new and target == 1 and self._is_far(step.deviation):
+            self._far_with_b = step.deviation
         if not is_new:
             step.findings.append(self._named(found, target, before))
         elif target == 0 and self._cold is not None and (away := self.tolerance.away(found, self._cold)) > 0:

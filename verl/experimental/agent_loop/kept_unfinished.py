@@ -27,10 +27,10 @@ from verl.workers.rollout.records import TokenOutput, WeightVersionSpan
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 0.02
+EVERY_S = 0.05
 SHARE = 50
 """Of the loop's time, at most the reciprocal goes into it: with much to write it is written less often."""
-SHARE_OF_DISK = 5
+SHARE_OF_DISK = 20
 """Likewise of the disk's."""
 MOST_TOKENS = 16 * 2**20
 """In one file. What is beyond them is generated again."""

@@ -17,10 +17,10 @@ from verl.utils.seeds import derived
 from verl.workers.rollout.errors import RolloutError
 from verl.workers.rollout.records import StopReason, TokenOutput, WeightVersionSpan
 
-TOLD_EVERY_S = 0.02
+TOLD_EVERY_S = 0.05
 """Between two requests for what a server has sampled meanwhile, of all responses at once: so much is lost with it."""
 TOLD_AT_LEAST_EVERY_S = 0.2
-SHARE = 10
+SHARE = 20
 """Between those two, the pause is so many times as long as the last request took: a server has other work."""
 
 

@@ -222,8 +222,10 @@ it rotates the first `n` heads of all, one for each position. To reproduce, with
 ```python
 import torch
 from vllm.platforms import current_platform
+
 current_platform.import_kernels()
 from vllm import _custom_ops as ops
+
 n, heads, dim = 5, 4, 32
 angles = torch.arange(8.0)[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
 cache = torch.cat([angles.cos(), angles.sin()], -1)

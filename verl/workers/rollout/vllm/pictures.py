@@ -22,6 +22,7 @@ from verl.utils.pictures import Medium, PictureProcessor
 from verl.utils.pictures.processing import OF_PICTURES, OF_VIDEOS, kind_of
 
 MODALITIES = {OF_PICTURES: "image", OF_VIDEOS: "video"}
+WORDS = {OF_PICTURES: "picture", OF_VIDEOS: "video"}
 BY_FRAMES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Of whose videos vLLM looks for the token that begins each frame, from the first of its tokens on."""
 Tensors = dict[str, torch.Tensor]
@@ -51,13 +52,13 @@ def _places(ids: list[int], own: Sequence[Medium], kind: int, processor: Picture
     at = [place for place, each in enumerate(ids) if each == token]
     wanted, used = sum(map(sum, patterns)), 0
     if len(at) < wanted:
-        raise ValueError(f"{MODALITIES[kind]}s become {wanted} tokens, and there are {len(at)}")
+        raise ValueError(f"{WORDS[kind]}s become {wanted} tokens, and there are {len(at)}")
     places: list[PlaceholderRange] = []
     for pattern in patterns:
         first, last = at[used], at[used + sum(pattern) - 1]
         if pattern != tuple(each == token for each in ids[first : last + 1]):
             raise ValueError(
-                f"the {sum(pattern)} tokens of {MODALITIES[kind]} {len(places)} are not together, from token {first} "
+                f"the {sum(pattern)} tokens of {WORDS[kind]} {len(places)} are not together, from token {first} "
                 f"to {last}"
             )
         if kind == OF_VIDEOS and processor.model_type in BY_FRAMES:

@@ -57,6 +57,12 @@ def candidates() -> list[str]:
     return [name for name, it in ARCHITECTURES.items() if name in loaded and it.model_type not in WRAPPERS]
 
 
+def _said(output: str) -> str:
+    """The last error in what a server printed, without the traceback, which has paths of its machine."""
+    errors = re.findall(r"(?m)^\s*((?:\w+ )?[Ee]rror, .+?|\S+Error: .+?)(?: \[type=.*)?$", output)
+    return errors[-1] if errors else output.splitlines()[-1]
+
+
 @contextmanager
 def served(model: Path, scratch: Path, warm: WarmWorkers, dtype: str = DTYPE) -> Iterator[str]:
     """The URL of a server with the weights of `model`. Raises AssertionError if it does not start. An error has a note
@@ -86,7 +92,7 @@ def tried(name: str, scratch: Path, warm: WarmWorkers) -> dict[str, object]:
             report = run(options, scratch, lambda _: None)
             _require_loaded(report)
     except AssertionError as exc:
-        return {"verdict": "does not start", "why": str(exc)[-2000:]}
+        return {"verdict": "does not start", "why": _said(str(exc))}
     except ConfigError as exc:
         return {"verdict": REFUSED, "why": str(exc), "float32": distance_in_float32(model, scratch, warm)}
     except CheckpointEngineError as exc:

@@ -103,14 +103,15 @@ def false_alarms() -> str:
     by_verdict: dict[str, list[str]] = {}
     for name, one in found.items():
         by_verdict.setdefault(one["verdict"], []).append(name)
-    experts, served = by_verdict.pop("has experts", []), sum(map(len, by_verdict.values()))
+    experts, tried = by_verdict.pop("has experts", []), sum(map(len, by_verdict.values()))
     noise = {name: found[name]["noise"] for name in by_verdict.get("certified", [])}
     noisiest = max(noise, key=noise.__getitem__)
     lines = [
         f"False alarms in bfloat16 (`python scripts/conformance_architectures.py`, {run['date']}). vLLM {run['vllm']} "
         f"loads {run['of']} of the tiny models of [Models](models.md) that are for text alone. {len(experts)} have "
-        f"experts, of which a rounding chooses others: `certify` refuses them in bfloat16. {served} more were served, "
-        f"and updated over `arena`, which compares every tensor; {run['of'] - len(found)} are not tried. "
+        f"experts, of which a rounding chooses others: `certify` refuses them in bfloat16. {tried} more were tried "
+        f"over `arena`, which compares every tensor: {len(noise)} are certified, and of the others the verdict is "
+        f"below; {run['of'] - len(found)} are not tried. "
         "A false alarm is a finding where a server that starts "
         f"with the version is as far from transformers: {len(by_verdict.get('false alarm', []))}. Noise is the largest "
         f"distance of a version that the server has, at most {noise[noisiest]:.2g} nats ({noisiest}), and "

@@ -163,6 +163,8 @@ install() {
     if is_usable; then
         say "[1/5] $VENV is there, updating it"
     else
+        [ ! -L "$VENV" ] || die "$VENV is a link to $(readlink -- "$VENV"), an environment of another directory" \
+            "Remove the link (rm $VENV), or start commands of that environment by their path"
         check_disk
         say "[1/5] $VENV with Python $(python_version "$python") ($python)"
         rm -rf -- "$VENV"

@@ -1,5 +1,6 @@
 """The installer chooses among the Pythons of a machine, and says what is the matter with each."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -41,3 +42,14 @@ def test_every_python_is_named_with_what_is_wrong_with_it(tmp_path: Path):
 @pytest.mark.parametrize("name", ["python3", "python3_12", "python3_13"])
 def test_a_newer_python_is_found_beside_an_old_one(tmp_path: Path, name: str):
     assert "Python 3.11 to 3.14 is needed" not in installed(tmp_path, **{"python3": IS_310, name: IS_312})
+
+
+def test_an_environment_of_another_directory_is_not_replaced(tmp_path: Path):
+    (tmp_path / "theirs" / "bin").mkdir(parents=True)
+    (tmp_path / "ours").symlink_to("theirs")
+    done = subprocess.run(
+        [INSTALLER], env={**os.environ, "VENV": str(tmp_path / "ours")}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert f"{tmp_path}/ours is a link to theirs" in done.stderr
+    assert (tmp_path / "ours").is_symlink() and (tmp_path / "theirs" / "bin").is_dir()

@@ -118,6 +118,14 @@ def test_a_span_that_goes_on_is_told_in_parts_without_a_gap():
     assert (first.version, second.version) == (None, 3)
 
 
+def test_every_part_of_a_span_has_the_version_with_which_it_began():
+    log = SpanLog("replica-0")
+    log.begin("loading", 3)
+    (first,) = log.take()
+    log.end("loading")
+    assert [first.version, *(span.version for span in log.take())] == [3, 3]
+
+
 def test_a_timeline_is_read_as_it_was_written_without_a_line_that_a_kill_cut_short(tmp_path):
     path = tmp_path / "timeline.jsonl"
     spans = [Span(role="sync", name="stage", start_s=1.5, stop_s=2.5, version=step) for step in range(3)]

@@ -40,17 +40,18 @@ class SpanLog:
     def __init__(self, role: str) -> None:
         self._role = role
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        self._open: dict[str, float] = {}
+        self._open: dict[str, tuple[float, int | None]] = {}
         self._depth: dict[str, int] = {}
 
-    def begin(self, name: str) -> None:
-        """Begin the span `name`. Does nothing if it has begun already."""
-        self._open.setdefault(name, time.time())
+    def begin(self, name: str, version: int | None = None) -> None:
+        """Begin the span `name`. Does nothing if it has begun already. `version`: if it is known before the end."""
+        self._open.setdefault(name, (time.time(), version))
 
     def end(self, name: str, version: int | None = None) -> None:
-        """End the span `name`. Does nothing if it has not begun."""
+        """End the span `name`. Does nothing if it has not begun. `version`: unless `begin` was given one."""
         if name in self._open:
-            self.add(name, self._open.pop(name), time.time(), version)
+            start_s, known = self._open.pop(name)
+            self.add(name, start_s, time.time(), version if known is None else known)
 
     def add(self, name: str, start_s: float, stop_s: float, version: int | None = None) -> None:
         self._spans.append(Span(role=self._role, name=name, start_s=start_s, stop_s=stop_s, version=version))
@@ -69,9 +70,9 @@ class SpanLog:
 
     def take(self) -> list[Span]:
         """The spans since the last call. A running span is cut here; the next call returns the rest."""
-        for name in list(self._open):
+        for name, (_, version) in list(self._open.items()):
             self.end(name)
-            self.begin(name)
+            self.begin(name, version)
         spans = list(self._spans)
         self._spans.clear()
         return spans

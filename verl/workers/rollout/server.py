@@ -242,7 +242,7 @@ class RolloutServer:
             if self._weights_asleep:
                 await self._engine.wake(weights=True)
                 self._weights_asleep = False
-            self._spans.begin("loading")
+            self._spans.begin("loading", version)
             checked = await self._engine.activate(arena_path, version)
         except Exception as exc:
             reason = exc.message if isinstance(exc, CheckpointEngineError) else f"{type(exc).__name__}: {exc}"
@@ -254,7 +254,7 @@ class RolloutServer:
                 member=self._spec.name,
             ) from exc
         finally:
-            self._spans.end("loading", version)
+            self._spans.end("loading")
         self._version, self._torn = version, False
         self._committed = (arena_path, version)
         return checked

@@ -172,7 +172,7 @@ def measure(case: str, settings: Settings) -> dict[str, Any]:
         del held
     with steps.step("encode_plan"):
         encoded_plan = plan.encode()
-    owned = np.array([plan.nbytes_of(owner) for owner in range(plan.num_owners)])
+    owned = np.array(plan.owner_nbytes)
     pieces = len(plan)
     del plan, tables_at_rest
 

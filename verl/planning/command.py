@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import sys
@@ -45,6 +46,7 @@ def _without_collections() -> Iterator[None]:
     """Millions of objects stay until a plan is printed: searches for garbage among them only cost."""
     was_enabled = gc.isenabled()
     gc.disable()
+    atexit.register(gc.freeze)  # the search at exit takes a second, and all memory goes with the process
     try:
         yield
     finally:

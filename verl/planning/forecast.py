@@ -76,7 +76,7 @@ class Sizes:
     def of(cls, plan: SyncPlan, job: Job) -> Sizes:
         return cls(
             version=plan.layout.payload_nbytes,
-            largest_rank=max((plan.nbytes_of(owner) for owner in range(plan.num_owners)), default=0),
+            largest_rank=max(plan.owner_nbytes, default=0),
             engine_rank=engine_rank_nbytes(plan.layout, job.rollout_tp),
             words=max(sum(spec.numel for spec in plan.layout.specs), 1),
             tensors=len(plan.layout.specs),

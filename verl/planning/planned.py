@@ -120,17 +120,16 @@ def planned(request: Request, hardware: Hardware) -> Planned:
         host_nbytes=hardware.host_nbytes,
         shared_nbytes=hardware.shared_nbytes,
     )
-    owned = tuple(plan.nbytes_of(owner) for owner in range(plan.num_owners))
     return Planned(
         model=model,
         job=job,
         plan=plan,
         hardware=hardware,
-        owned=owned,
+        owned=plan.owner_nbytes,
         forecasts=tuple(found),
         memory=tuple(memory),
         steps=tuple(_steps(request, min(found, key=lambda one: one.slow.total))),
-        notes=(*model.notes, *_notes(request, owned)),
+        notes=(*model.notes, *_notes(request, plan.owner_nbytes)),
         unavailable=unavailable,
     )
 

@@ -74,7 +74,7 @@ class Traffic:
     def __init__(self, plan: SyncPlan, job: Job) -> None:
         self._plan = plan
         self._trainers, self._nodes = members_of(job)
-        self._owned = [plan.nbytes_of(owner) for owner in range(plan.num_owners)]
+        self._owned = plan.owner_nbytes
         self._messages: dict[int, list[int]] = {}
         self._known: dict[tuple[bool, bool, str], Way] = {}
 

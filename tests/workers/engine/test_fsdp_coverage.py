@@ -138,5 +138,5 @@ def test_the_planned_pieces_of_all_ranks_are_the_model_with_every_element_once(
     for name, tensor in copied.items():
         assert bool((times[name] == 1).all()), name
         assert torch.equal(tensor, values[name]), name
-    sent = [plan.nbytes_of(owner) for owner in range(plan.num_owners)]
+    sent = plan.owner_nbytes
     assert sum(sent) == layout.payload_nbytes

@@ -90,7 +90,13 @@ class SyncPlan:
         return shards
 
     def nbytes_of(self, owner: int) -> int:
-        return int(_nbytes(self.layout, self.boxes.take(self._part(owner))).sum())
+        return self.owner_nbytes[owner]
+
+    @cached_property
+    def owner_nbytes(self) -> tuple[int, ...]:
+        """The bytes that each owner sends of a version."""
+        owners = range(self.num_owners)
+        return tuple(int(_nbytes(self.layout, self.boxes.take(self._part(owner))).sum()) for owner in owners)
 
     def describe(self, piece: int) -> str:
         """The piece in words, for messages: `model.norm.weight[0:896] (bytes 1024..2816, from trainer-1)`."""

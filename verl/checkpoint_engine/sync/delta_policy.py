@@ -74,7 +74,7 @@ class DeltaPolicy:
         if not self._is_warm:
             self._is_warm = True  # memory was touched for the first time: nothing is as slow again
         elif report is None or (report.way == "full" and report.predicted_full_s):  # else owners were warming up
-            owner_nbytes = max((plan.nbytes_of(owner) for owner in range(plan.num_owners)), default=0)
+            owner_nbytes = max(plan.owner_nbytes, default=0)
             self._rates = self._rates.with_measured(
                 copy=_rate(owner_nbytes, phase_s["publish"]),
                 link=_rate(nbytes, phase_s["stage"]),

@@ -113,6 +113,32 @@ async def test_later_requests_of_a_conversation_and_of_its_group_ask_for_its_cac
     assert (await server.seen.remote())["caches"] == [None, "kept", "kept", None]
 
 
+@pytest.mark.parametrize(
+    ("cache", "later", "found", "again"),
+    [
+        (None, {"version": 4}, 64, 0),  # the rest of 70 tokens fills no block
+        (None, {"version": 4}, 32, 0),  # a block made room for others
+        (None, {"version": 5}, 0, 64),
+        ("4", {"version": 5, "cache": "4"}, 64, 0),
+        ("4", {"version": 5, "cache": "4"}, 32, 0),
+        ("4", {"version": 5, "cache": "5"}, 0, 64),  # the engine cleared what the older name had
+    ],
+)
+async def test_of_a_later_turn_what_a_sync_took_counts_and_what_is_not_cached_in_any_case_does_not(
+    start_server, cache, later, found, again
+):
+    def turn(tokens, version, cache=None, **counts):
+        return replace(said(tokens, version=version), cache=cache, **counts)
+
+    first = turn([1, 2, 3], 4, cache, reusable=64)
+    server = start_server(first, turn([4], **later, cached_tokens=found, reusable=64))
+    manager, sample = ServerManager([server], timeout_s=120), Sample()
+    prompt = [*range(68)]
+    await manager.generate("a", prompt, SAMPLING, sample=sample)
+    await manager.generate("a", [*prompt, 1, 2, 3, 80, 81], SAMPLING, sample=sample)
+    assert sample.computed_again == again
+
+
 async def test_another_server_is_not_asked_for_a_cache(start_server):
     first, second = start_server(replace(said([1]), cache="kept"), "hang"), start_server()
     manager, sample = ServerManager([first, second], timeout_s=120), Sample("group")
@@ -261,7 +287,7 @@ async def test_a_response_of_a_killed_server_goes_on_after_the_tokens_that_it_ha
         ([*PROMPT, 1, 2, 3, 4, 5], 3)
     ]
     assert (sample.retries, sample.continuations) == (1, 0)
-    assert sample.computed_again == len(PROMPT) + 4  # what the second one has read again; the last nobody had read
+    assert sample.computed_again == 0  # of a sync; agent_loop/retries counts deaths
 
 
 async def test_a_response_with_a_seed_begins_again_when_its_server_dies_and_nothing_is_told_of_it(start_server):

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from tests.workers.rollout.conftest import MAX_MODEL_LEN, Served, Trainer
+from verl.experimental.agent_loop.server_manager import Sample, ServerManager
 from verl.utils.builtin.tiny import make_tiny_model
 from verl.workers.rollout import RolloutReplica, TokenOutput
 from verl.workers.rollout.records import SamplingOptions
@@ -61,6 +62,7 @@ class Conversation:
     kv: list[int] = field(default_factory=list)
     """The version that computed keys and values of each token."""
     cache: str | None = None
+    reusable: int = 0
 
     def begin(self, **options: object) -> asyncio.Future[TokenOutput]:
         sampling = SamplingOptions(ignore_eos=True, **({"max_tokens": 12} | options))
@@ -85,7 +87,7 @@ class Conversation:
         ][:1]
         for span in output.weight_versions:
             assert span.kv_version <= min(kv[: prompt + span.stop - 1])
-        self.tokens, self.kv, self.cache = tokens, kv, output.cache
+        self.tokens, self.kv, self.cache, self.reusable = tokens, kv, output.cache, output.reusable
 
 
 def began_with(output: TokenOutput) -> int:
@@ -154,13 +156,51 @@ async def test_a_conversation_finds_the_prefixes_it_began_with_and_a_new_one_doe
     new.check(first)
     old.tokens += [9, 10, 11]
     later = await old.begin()
-    assert later.cached_tokens == len(old.kv) // BLOCK * BLOCK
+    assert later.cached_tokens == len(old.kv) // BLOCK * BLOCK == old.reusable
     assert {span.kv_version for span in later.weight_versions} == {version}
     old.check(later)
     sibling = Conversation(keeping, PREFIXES[0] + [6], kv=[version] * len(PREFIXES[0]), cache=old.cache)
     output = await sibling.begin()
     assert output.cached_tokens == len(PREFIXES[0])
     sibling.check(output)
+
+
+class Watched:
+    """A server of which the last output is known."""
+
+    def __init__(self, handle: object) -> None:
+        self.handle, self.tokens_since, self.generate = handle, handle.tokens_since, self
+
+    async def remote(self, **call: object) -> TokenOutput:
+        self.last = await self.handle.generate.remote(**call)
+        return self.last
+
+
+async def conversations(keeping: Served, *, syncs: bool) -> tuple[int, int]:
+    """Four of six turns, with a sync before each turn or with none. What vLLM computed of tokens that it had computed
+    before, and how much of it is said to be due to the sync."""
+    await serve_first(keeping)
+    server = Watched(keeping.replica.server_handle)
+    servers = ServerManager([server], timeout_s=240)
+    samples, prompts, computed = [Sample() for _ in range(4)], [[*PREFIXES[0], 5 + n] for n in range(4)], 0
+    for turn in range(6):
+        if turn and syncs:
+            keeping.version += 1
+            await sync(keeping, keeping.version)
+        for number, sample in enumerate(samples):
+            before = len(prompts[number]) - 4 if turn else 0  # without the tool's, and the last that was sampled
+            sampling = SamplingOptions(max_tokens=13, ignore_eos=True)
+            output = await servers.generate(f"{syncs} {number}", prompts[number], sampling, sample=sample)
+            computed += max(0, before - server.last.cached_tokens)
+            prompts[number] += [*output.token_ids, 7, 8, 9]
+    return computed, sum(sample.computed_again for sample in samples)
+
+
+async def test_of_several_turns_with_syncs_no_token_more_is_computed_than_without(keeping: Served):
+    computed, lost = await conversations(keeping, syncs=False)
+    assert computed > 0  # rests of turns that fill no block
+    assert lost == 0
+    assert await conversations(keeping, syncs=True) == (computed, 0)
 
 
 async def test_a_return_to_an_older_version_leaves_nothing(keeping: Served):

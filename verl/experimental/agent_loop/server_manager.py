@@ -44,7 +44,7 @@ class Sample:
     continuations: int = 0
     """Calls made to continue an aborted response."""
     computed_again: int = 0
-    """Tokens whose keys and values engines computed a second time, as far as they say."""
+    """Tokens whose keys and values engines had, and computed again because of a sync, as far as they say."""
     taken_over: int = 0
     """Tokens of servers that died, and of attempts that failed, which are not sampled again."""
     keepers: set[Any] = field(default_factory=set)
@@ -67,8 +67,25 @@ class _Conversation:
     server: _Server
     cache: str | None = None
     """See `TokenOutput.cache`."""
-    num_computed: int = 0
-    """Tokens whose keys and values some server computed."""
+    version: int | None = None
+    """Of the weights at the end of the last output."""
+    kept: int = 0
+    """The first tokens whose keys and values the next request finds, unless a sync takes them."""
+    interrupted: bool = False
+    """The last output was, by a sync."""
+
+    def lost(self, num_prompt: int, output: TokenOutput) -> int:
+        """Tokens of the prompt of this next output that were computed again because of a sync. The rest of a turn that
+        fills no block, and blocks that made room for others, are none of them."""
+        version = output.weight_versions[0].version
+        same = output.cache == self.cache if output.cache is not None else version == self.version
+        return 0 if same and not self.interrupted else max(0, min(self.kept, num_prompt) - output.cached_tokens)
+
+    def note(self, num_prompt: int, output: TokenOutput) -> None:
+        self.cache, self.version = output.cache, output.weight_versions[-1].version
+        self.interrupted = output.stop_reason == "aborted"
+        # Without the interruption the last block would have been filled. The last token has not been read.
+        self.kept = num_prompt + len(output.token_ids) - 1 if self.interrupted else output.reusable
 
 
 class ServerManager:
@@ -225,10 +242,10 @@ class ServerManager:
 
     def _note(self, conversation: _Conversation, sample: Sample, num_prompt: int, output: TokenOutput) -> None:
         """Count what was computed a second time, and keep the name of the cache."""
-        again = min(conversation.num_computed, num_prompt) - output.cached_tokens
-        sample.computed_again += max(0, again) + output.computed_again
-        conversation.num_computed = num_prompt + max(0, len(output.token_ids) - 1)  # the last has not been read
-        conversation.cache = output.cache
+        if not output.token_ids:  # nobody knows what was computed
+            return
+        sample.computed_again += conversation.lost(num_prompt, output) + output.computed_again
+        conversation.note(num_prompt, output)
         if sample.group is not None and output.cache is not None and output.stop_reason != "died":
             self._groups.setdefault(sample.group, conversation)
             while len(self._groups) > self._max_sticky_requests:
@@ -274,7 +291,7 @@ class ServerManager:
             server = min(usable[first:] + usable[:first], key=lambda server: server.in_flight)
             sibling = self._groups.get(group) if group is not None else None
             cache = sibling.cache if sibling is not None and sibling.server is server else None
-            chosen = _Conversation(server, cache, chosen.num_computed if chosen else 0)
+            chosen = _Conversation(server, cache)
             self._sticky[request_id] = chosen
         self._sticky.move_to_end(request_id)
         while len(self._sticky) > self._max_sticky_requests:

@@ -154,6 +154,9 @@ class TokenOutput:
     """Names the engine's KV cache of this conversation, for later requests of it; None if versions share none."""
     cached_tokens: int = field(default=0, compare=False)
     """Tokens of the prompt whose keys and values were in the cache."""
+    reusable: int = field(default=0, compare=False)
+    """The first tokens of prompt and response that a later request finds in the cache, if the weights stay: those of
+    whole blocks. 0 if the engine does not say."""
     computed_again: int = field(default=0, compare=False)
     """Tokens whose keys and values were computed a second time during this request, because the weights changed."""
     seen: tuple[str, ...] = ()

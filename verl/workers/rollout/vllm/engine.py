@@ -322,7 +322,14 @@ class VLLMEngine:
         )
         cached = output.num_cached_tokens or 0
         answer = TokenOutput(
-            token_ids, log_probs, reason, spans, sampled.routed_experts, cached_tokens=cached, seen=asked.seen
+            token_ids,
+            log_probs,
+            reason,
+            spans,
+            sampled.routed_experts,
+            cached_tokens=cached,
+            reusable=self._in_whole_blocks(asked.num_prompt + len(sampled.token_ids) - 1),  # the last was not read
+            seen=asked.seen,
         )
         if asked.now is None or asked.salt is None:
             begun_again = [span.start for span in (sampled.weight_versions or ())[1:] if span.start >= known]
@@ -330,6 +337,11 @@ class VLLMEngine:
         # Weights may have changed since the request came: what it waited with counts as the older version's.
         oldest = version_of(asked.salt if cached else asked.now)
         return replace(answer, cache=asked.salt).on_cache_of(oldest)
+
+    def _in_whole_blocks(self, tokens: int) -> int:
+        """vLLM finds no other blocks again."""
+        cache = self._running().vllm_config.cache_config
+        return max(tokens, 0) // cache.block_size * cache.block_size if cache.enable_prefix_caching else 0
 
     async def pause(self, mode: str) -> None:
         llm = self._running()

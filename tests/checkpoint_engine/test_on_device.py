@@ -32,6 +32,8 @@ from verl.checkpoint_engine.plan.sync_plan import SyncPlan, make_plan
 from verl.checkpoint_engine.plan.types import Box, Shard, TensorSpec
 from verl.checkpoint_engine.support import envs
 from verl.checkpoint_engine.support.device import has_cuda_context
+from verl.checkpoint_engine.support.locality import own_gpu
+from verl.doctor.rails import GPUS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {
@@ -310,3 +312,13 @@ def test_nothing_is_pinned_without_a_device():
 def test_pages_are_pinned_once(spans: list[tuple[int, int]], pages: list[tuple[int, int]]):
     base = 2**30
     assert pages_of(base, np.array(spans)) == [(base + low, base + high) for low, high in pages]
+
+
+@pytest.mark.gpu
+def test_a_process_finds_its_gpu_in_sysfs():
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    torch.zeros(1, device="cuda")
+    gpu = own_gpu()
+    assert gpu is not None
+    assert gpu.resolve() in [found.resolve() for found in GPUS.glob("*:*:*.*")]

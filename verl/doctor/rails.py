@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from verl.checkpoint_engine.links.rdma import INFINIBAND, get_my_rdma_device
+from verl.checkpoint_engine.support.locality import nearest, numa_node
 from verl.doctor.finding import Finding
 
 GPUS = Path("/sys/bus/pci/drivers/nvidia")
@@ -36,22 +36,3 @@ def rails(host: str, devices: Sequence[str], gpus_in: Path = GPUS, present_in: P
         found="; ".join(told) + (f"; ParameterServers would use {', '.join(far)}" if far else ""),
         remedy="name the devices in the order of the GPUs: PS_P2P_STORE_RDMA_DEVICES" if far else "",
     )
-
-
-def nearest(gpu: Path, places: dict[str, Path]) -> list[str]:
-    """Those that share most of the way from the root of PCI with the GPU; of equals, those on its NUMA node."""
-
-    def shared(place: Path) -> tuple[int, bool]:
-        common = os.path.commonpath([gpu.resolve(), place.resolve()])
-        return len(Path(common).parts), numa_node(place) == numa_node(gpu)
-
-    most = max(shared(place) for place in places.values())
-    return [name for name, place in places.items() if shared(place) == most]
-
-
-def numa_node(device: Path) -> int:
-    """The NUMA node of a PCI device; -1 where the firmware does not tell."""
-    try:
-        return int((device / "numa_node").read_text("utf-8"))
-    except (OSError, ValueError):
-        return -1

@@ -12,5 +12,5 @@ SHARE_OF_CORES = 8
 
 def memory_threads() -> int:
     """The number of threads with which a member of this host digests or copies large memory."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(os.getpid()))  # of the process: a thread may be bound to a NUMA node
     return max(min(FEW_THREADS, cores), cores // SHARE_OF_CORES)

@@ -82,9 +82,11 @@ class TrainerRank(Participant):
         self, index: int, source: WeightSource, config: CheckpointEngineConfig, *, host: str | None = None
     ) -> None:
         from ..support.device import current_device_setter
+        from ..support.locality import own_gpu, stay_near
 
         super().__init__("trainer", index, config, host)
         self._thread.submit(current_device_setter())
+        self._thread.submit(stay_near, own_gpu())
         self._source = source
         self._prepared = False
         self._copy: _Copy | None = None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from tests.pci_tree import make_tree
 from verl.checkpoint_engine.config import CheckpointEngineConfig
 from verl.checkpoint_engine.errors import ConfigError
+from verl.checkpoint_engine.links.ucx import near_devices
 from verl.checkpoint_engine.plan.topology import direct
 from verl.checkpoint_engine.plan.types import Member
 from verl.checkpoint_engine.registry import resolve_backend
@@ -81,3 +84,37 @@ def test_a_host_without_a_working_ucx_says_what_happened(monkeypatch: pytest.Mon
     monkeypatch.setattr("verl.checkpoint_engine.links.ucx._PROBE", "import sys; sys.exit('no such plugin')")
     with pytest.raises(ConfigError, match="it does not start: no such plugin"):
         check(ucx_tls="tcp")
+
+
+def test_a_rank_leaves_rdma_devices_to_the_gpus_that_they_are_near_to(tmp_path, caplog):
+    gpus, present = make_tree(tmp_path)
+    chosen = "^mlx5_0:1,mlx5_1:1,mlx5_2:1"
+    with caplog.at_level(logging.INFO):
+        assert near_devices("trainer-0", gpus / "0000:1b:00.0", 4, present) == chosen
+    assert caplog.messages == [
+        f"trainer-0 is read over the RDMA devices near its GPU 0000:1b:00.0: UCX_NET_DEVICES={chosen}"
+    ]
+    assert near_devices("trainer-0", None, 4, present) is None
+
+
+def test_devices_that_the_environment_names_are_not_chosen_again(tmp_path, caplog, monkeypatch):
+    gpus, present = make_tree(tmp_path)
+    monkeypatch.setenv("UCX_NET_DEVICES", "all")
+    with caplog.at_level(logging.INFO):
+        assert near_devices("trainer-0", gpus / "0000:1b:00.0", 4, present) is None
+    assert not caplog.records
+
+
+def test_ucx_uses_what_is_not_excluded():
+    """Its address lists the devices by which it is reached."""
+
+    def address_nbytes(devices: str | None) -> int:
+        config = CheckpointEngineConfig(backend="nixl", engine_kwargs={"nixl": {"ucx_net_devices": devices}})
+        member = Member(role="trainer", index=0, host="here")
+        wire = resolve_backend(config)(member=member, config=config).open_wire(None)
+        try:
+            return len(wire.address())
+        finally:
+            wire.close()
+
+    assert address_nbytes("^lo") < address_nbytes(None) == address_nbytes("^mlx5_9:1")

@@ -1,4 +1,4 @@
-"""On file trees like those of sysfs: a host with two sockets, a PCI switch for each pair of GPU and RDMA device."""
+"""What the doctor says of GPUs and RDMA devices, on file trees like those of sysfs."""
 
 from __future__ import annotations
 
@@ -6,27 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.pci_tree import make_tree
 from verl.doctor.rails import rails
-
-SWITCHES = {
-    "pci0000:15/0000:15:01.0": ("0000:1b:00.0", "mlx5_3", 0),
-    "pci0000:15/0000:15:02.0": ("0000:1c:00.0", "mlx5_0", 0),
-    "pci0000:b0/0000:b0:01.0": ("0000:b1:00.0", "mlx5_1", 1),
-    "pci0000:b0/0000:b0:02.0": ("0000:b2:00.0", "mlx5_2", 1),
-}
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> dict[str, Path]:
-    gpus, present = tmp_path / "nvidia", tmp_path / "infiniband"
-    for number, (switch, (gpu, name, node)) in enumerate(SWITCHES.items()):
-        for link, address in ((gpus / gpu, gpu), (present / name / "device", f"0000:ff:{number:02x}.0")):
-            device = tmp_path / "devices" / switch / address
-            device.mkdir(parents=True)
-            (device / "numa_node").write_text(f"{node}\n")
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(device)
-    (gpus / "module").mkdir()
+    gpus, present = make_tree(tmp_path)
     return {"gpus_in": gpus, "present_in": present}
 
 

@@ -66,7 +66,9 @@ class NixlOptions:
         None, "UCX transports, as in `tcp` or `rc,sm,self`; null: `sm,self` on nodes that share the trainer's host"
     )
     ucx_net_devices: str | None = option(
-        None, "network devices that UCX may use, as in `mlx5_0:1,mlx5_1:1`; null: all that fit to its transports"
+        None,
+        "network devices that UCX may use, as in `mlx5_0:1,mlx5_1:1`; null: all that fit to its transports; a trainer "
+        "rank leaves out RDMA devices far from its GPU, unless its host has more of them than ranks. `all` is all",
     )
     error_handling: str | None = option(
         None,

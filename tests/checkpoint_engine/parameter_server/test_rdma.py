@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.pci_tree import make_tree, set_port
 from verl.checkpoint_engine.errors import ConfigError
 from verl.checkpoint_engine.links.rdma import (
     choose_wire,
+    far_ports,
     get_my_rdma_device,
     get_rdma_devices,
     list_ib_devices,
@@ -175,3 +177,64 @@ def test_a_wire_that_cannot_be_is_an_error_in_the_configuration(
 ):
     with pytest.raises(ConfigError, match=message):
         choose_wire(protocol, 0, 2, present / folder)
+
+
+ALL_PORTS = [f"mlx5_{number}:1" for number in range(4)]
+
+
+def without(*names: str) -> list[str]:
+    return [port for port in ALL_PORTS if port.removesuffix(":1") not in names]
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    monkeypatch.delenv("PS_P2P_STORE_RDMA_DEVICES", raising=False)
+    monkeypatch.delenv("NCCL_IB_HCA", raising=False)
+    return make_tree(tmp_path)
+
+
+def test_all_devices_but_the_one_behind_the_switch_of_the_gpu_are_far(tree):
+    gpus, present = tree
+    assert far_ports(gpus / "0000:1b:00.0", 8, present) == without("mlx5_3")
+    assert far_ports(gpus / "0000:b2:00.0", 8, present) == without("mlx5_2")
+
+
+@pytest.mark.parametrize(
+    "port", [{"state": "1: DOWN"}, {"rate": "100 Gb/sec (2X HDR)"}, {"rate": "?"}, {"state": "4: ACTIVE", "rate": ""}]
+)
+def test_a_near_device_that_is_down_or_slower_than_others_is_not_preferred(port, tree):
+    """Those of its NUMA node are nearest then."""
+    gpus, present = tree
+    set_port(present / "mlx5_3", **port)
+    assert far_ports(gpus / "0000:1b:00.0", 8, present) == without("mlx5_0")
+
+
+def test_devices_that_are_equally_near_are_all_kept(tree):
+    gpus, present = tree
+    for name in ("mlx5_0", "mlx5_3"):
+        set_port(present / name, state="1: DOWN")
+    assert far_ports(gpus / "0000:1b:00.0", 8, present) == []
+    assert far_ports(gpus / "0000:b1:00.0", 8, present) == without("mlx5_1")
+
+
+def test_no_device_is_far_where_none_is_up_or_there(tree, tmp_path):
+    gpus, present = tree
+    for device in present.iterdir():
+        set_port(device, state="2: INIT")
+    assert far_ports(gpus / "0000:1b:00.0", 8, present) == []
+    assert far_ports(gpus / "0000:1b:00.0", 8, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(("ranks", "far"), [(1, []), (3, []), (4, without("mlx5_3"))])
+def test_ranks_that_are_fewer_than_devices_may_use_several(ranks: int, far: list[str], tree):
+    gpus, present = tree
+    assert far_ports(gpus / "0000:1b:00.0", ranks, present) == far
+
+
+@pytest.mark.parametrize("variable", ["PS_P2P_STORE_RDMA_DEVICES", "NCCL_IB_HCA"])
+def test_the_nearest_is_one_of_those_that_the_environment_selects(variable: str, tree, monkeypatch):
+    gpus, present = tree
+    monkeypatch.setenv(variable, "mlx5_0,mlx5_1")
+    assert far_ports(gpus / "0000:1b:00.0", 8, present) == without("mlx5_0")
+    monkeypatch.setenv(variable, "mlx5_2")
+    assert far_ports(gpus / "0000:1b:00.0", 8, present) == []

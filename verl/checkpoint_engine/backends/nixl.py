@@ -25,7 +25,9 @@ from ..errors import ConfigError, TransportError
 from ..links import ucx
 from ..links.wire import UInt8s, Wire
 from ..plan.topology import Topology
+from ..support import envs
 from ..support.admission import OWN_USER, Admission, Doorkeeper
+from ..support.locality import own_gpu
 from .one_sided import OneSidedEngine
 
 ONE_HOST = "sm,self"
@@ -195,12 +197,18 @@ class NixlEngine(OneSidedEngine):
         return NixlWire(
             self.member.name,
             tls=tls,
-            net_devices=options.ucx_net_devices,
+            net_devices=self._net_devices(options),
             error_handling=_error_handling(options, tls),
             num_workers=options.num_workers,
             progress=topology is None,
             admission=self.admission_of(topology),
         )
+
+    def _net_devices(self, options: NixlOptions) -> str | None:
+        """Nodes serve several GPUs and keep all devices."""
+        if options.ucx_net_devices is None and self.member.role == "trainer":
+            return ucx.near_devices(self.member.name, own_gpu(), envs.place_on_host()[1])
+        return options.ucx_net_devices
 
     def admission_of(self, topology: Topology | None) -> Admission:
         """Nodes admit all members' hosts: over TCP an owner may answer on a connection of its own."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..support import envs
+from ..support.locality import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,33 @@ def get_my_rdma_device(local_rank: int, device_count: int, devices: Sequence[str
             f"PS_P2P_STORE_RDMA_DEVICES (or NCCL_IB_HCA) to a number of devices that divides {device_count}"
         )
     return devices[local_rank // (device_count // len(devices))]
+
+
+def far_ports(gpu: Path, device_count: int, present_in: Path = INFINIBAND) -> list[str]:
+    """The ports (`mlx5_0:1`) of all RDMA devices but the nearest to the GPU: of those of `get_rdma_devices` whose
+    active ports are fastest. Empty if there is none, all of these are equally near, or they are more than the
+    `device_count` ranks of this host, each of which may then use several."""
+    present = list_ib_devices(present_in)
+    rates = {name: _rate(present_in / name) for name in get_rdma_devices(present_in) if name in present}
+    fastest = max(rates.values(), default=0.0)
+    places = {name: present_in / name / "device" for name, rate in rates.items() if rate and rate == fastest}
+    near = nearest(gpu, places)
+    if len(near) == len(places) or len(places) > device_count:
+        return []
+    far = [name for name in present if name not in near]
+    return [f"{name}:{port.name}" for name in far for port in sorted((present_in / name / "ports").glob("*"))]
+
+
+def _rate(device: Path) -> float:
+    """Gbit/s of the fastest active port of an RDMA device; 0 without one."""
+    rates = [0.0]
+    for port in (device / "ports").glob("*"):
+        try:
+            if "ACTIVE" in (port / "state").read_text("utf-8"):
+                rates.append(float((port / "rate").read_text("utf-8").split()[0]))
+        except (OSError, ValueError, IndexError):
+            continue
+    return max(rates)
 
 
 def require_devices(wanted: Sequence[str], present: Sequence[str], backend: str, option: str) -> None:

@@ -6,6 +6,7 @@ precedence (https://openucx.readthedocs.io/en/master/faq.html).
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -13,8 +14,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from .rdma import INFINIBAND
+from .rdma import INFINIBAND, far_ports
+
+logger = logging.getLogger(__name__)
 
 TLS, NET_DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 PROBE_TIMEOUT_S = 60.0
@@ -59,6 +63,20 @@ def asked_for(tls: str | None, net_devices: str | None) -> dict[str, str]:
     options = {TLS: tls, NET_DEVICES: net_devices}
     chosen = {name: os.environ.get(name, option) for name, option in options.items()}
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def near_devices(member: str, gpu: Path | None, device_count: int, present_in: Path = INFINIBAND) -> str | None:
+    """The option `net_devices` of a member beside `gpu`: all devices but `far_ports`. None, UCX's default, without
+    a GPU, without such ports, or if the environment names devices. `device_count`: ranks of this host.
+
+    For host memory UCX does not look at the GPU, so that ranks of a host may use the same devices.
+    """
+    far = far_ports(gpu, device_count, present_in) if gpu is not None and NET_DEVICES not in os.environ else []
+    if gpu is None or not far:
+        return None
+    chosen = f"^{','.join(far)}"
+    logger.info("%s is read over the RDMA devices near its GPU %s: %s=%s", member, gpu.name, NET_DEVICES, chosen)
+    return chosen
 
 
 def complaints(tls: str | None, net_devices: str | None, error_handling: str) -> list[str]:

@@ -54,7 +54,7 @@ class ScriptedServer:
             most_in_flight=0,
         )
 
-    async def generate(self, prompt_ids, sampling, request_id, pictures=(), cache=None, name=None):
+    async def generate(self, prompt_ids, sampling, request_id, pictures=(), cache=None, name=None, written_to=None):
         if name is None:
             return await self.answered(prompt_ids, sampling, request_id, cache)
         with self.now.kept.during(request_id, name) as keep:

@@ -73,7 +73,7 @@ async def test_nothing_of_another_run_or_rank_or_of_a_damaged_file_is_taken(tmp_
 
 
 async def test_tokens_of_versions_that_do_not_come_again_are_generated_again(tmp_path):
-    early, late = call("first", said([1], version=1)), call("second", said([2], "aborted", version=3))
+    early, late = call("first", said([1], "aborted", version=1)), call("second", said([2], "aborted", version=3))
     await written(tmp_path, ("one", early), ("one", late), ("one", call("third", said([3], version=1))))
     assert answers(read(tmp_path, 0, RUN, 2)) == {"one": [("first", [1], False, 7)]}
 

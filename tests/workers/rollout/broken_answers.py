@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import psutil
@@ -13,6 +14,7 @@ from tests.workers.rollout.conftest import MAX_MODEL_LEN, Served, Trainer
 from verl.experimental.agent_loop import ServerManager
 from verl.experimental.agent_loop.unfinished import Told
 from verl.workers.rollout import RolloutReplica, SamplingOptions, TokenOutput
+from verl.workers.rollout.written_calls import CallDirectory
 
 PROMPTS = [[3 + number, 4, 5, 6] for number in range(4)]
 GREEDY = SamplingOptions(max_tokens=MAX_MODEL_LEN - 4, temperature=0.0, ignore_eos=True)
@@ -28,6 +30,8 @@ class Broken:
 
     one: RolloutReplica
     two: RolloutReplica
+    directory: CallDirectory | None = None
+    """Into which servers write, which are never asked then."""
     tasks: list[asyncio.Task[TokenOutput]] = field(default_factory=list)
     before: list[float] = field(default_factory=list)
     """What each had generated before."""
@@ -40,7 +44,8 @@ class Broken:
         for _ in range(ATTEMPTS):
             self.before = [await generated(replica) for replica in (self.one, self.two)]
             handles = [self.one.server_handle, self.two.server_handle]
-            servers = ServerManager(handles, timeout_s=WITHIN_S, told_every_s=0.01)
+            asked_every_s = 0.01 if self.directory is None else 10 * WITHIN_S
+            servers = ServerManager(handles, timeout_s=WITHIN_S, told_every_s=asked_every_s, directory=self.directory)
             self.calls = servers._servers[0].listener._calls
             self.tasks = [
                 asyncio.create_task(servers.generate(f"{id(servers)}-{number}", prompt, GREEDY))
@@ -118,11 +123,12 @@ async def assert_they_go_on_as_if_nothing_had_happened(
         await served.generate(prompt, max_tokens=GREEDY.max_tokens, temperature=0.0, ignore_eos=True)
         for prompt in PROMPTS
     ]
-    broken = Broken(one, two)
-    await broken.begin()
-    sampled = await generated(one) - broken.before[0]
-    killed = await broken.kill()
-    outputs = await broken.answers()
+    with closing(CallDirectory()) as directory:
+        broken = Broken(one, two, directory)
+        await broken.begin()
+        sampled = await generated(one) - broken.before[0]
+        killed = await broken.kill()
+        outputs = await broken.answers()
     for prompt, output, unbroken in zip(PROMPTS, outputs, whole, strict=True):
         assert output.token_ids == unbroken.token_ids
         assert output.stop_reason == "length"

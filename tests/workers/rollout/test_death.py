@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tests.workers.rollout.conftest import MAX_MODEL_LEN, PROMPT, Served, Traine
 from verl.checkpoint_engine.engines.leftovers import shared_memory_of
 from verl.workers.rollout import Placement, RolloutMode, RolloutReplica, launch_all
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
+from verl.workers.rollout.written_calls import CallDirectory
 
 MIDDLE = """
 import multiprocessing, time
@@ -81,8 +83,9 @@ def test_an_engine_process_ends_when_its_client_is_killed(tmp_path):
     assert left == []
 
 
+@pytest.mark.parametrize("written", [True, False])  # by a server on this host; else it is asked
 async def test_answers_of_a_killed_server_go_on_at_another_one_with_the_version_of_every_token(
-    ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer
+    ray_cluster: None, make_replica: Callable[..., RolloutReplica], trainer: Trainer, written: bool
 ):
     """The second version came to the first server in the middle of them, and never to the other one."""
     one, two = make_replica("hf", 5), make_replica("hf", 6)
@@ -95,10 +98,11 @@ async def test_answers_of_a_killed_server_go_on_at_another_one_with_the_version_
     try:
         for replica in (one, two):
             await Served(replica, trainer).serve(1)
-        broken = Broken(one, two)
-        await broken.begin(update)
-        await broken.kill()
-        outputs = await broken.answers()
+        with closing(CallDirectory()) as directory:
+            broken = Broken(one, two, directory if written else None)
+            await broken.begin(update)
+            await broken.kill()
+            outputs = await broken.answers()
     finally:
         await asyncio.gather(one.shutdown(), two.shutdown())
     went_on = [[(span.replica, span.version) for span in output.weight_versions] for output in outputs]

@@ -85,7 +85,8 @@ class KeptUnfinished:
                     )
                 self._is_full = True
                 break
-            content.append((sample, call.asked, call.so_far.max_tokens, call.output is not None, *_plain(known)))
+            is_complete = known.stop_reason in ("completed", "length")
+            content.append((sample, call.asked, call.so_far.max_tokens, is_complete, *_plain(known)))
         return content
 
     def _write(self, content: list[Any]) -> float:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from verl.utils.pictures import Medium, Picture, Video
 from verl.utils.seeds import derived
 from verl.workers.rollout.errors import NoWeights, ReplicaDied, ReplicaTimeout
 from verl.workers.rollout.records import CallName, SamplingOptions, TokenOutput
+from verl.workers.rollout.written_calls import CallDirectory
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 """Waits between attempts after a server aborts a request before its first token: it is probably changing weights."""
@@ -106,14 +108,16 @@ class ServerManager:
         max_sticky_requests: int = 10_000,
         first_server: int = 0,
         told_every_s: float = TOLD_EVERY_S,
+        directory: CallDirectory | None = None,
     ) -> None:
         """`timeout_s` is the deadline of one `generate`, with continuations. `first_server` breaks the first tie, so
-        that workers begin with different servers. Servers are asked for unfinished tokens every `told_every_s`. Raises
-        ValueError without servers."""
+        that workers begin with different servers. Servers on this host write unfinished tokens into `directory`; others
+        are asked for them every `told_every_s`. Raises ValueError without servers."""
         if not servers:
             raise ValueError("there are no rollout servers to send requests to")
         self._servers = [
-            _Server(handle, f"server-{index}", Listener(handle, told_every_s)) for index, handle in enumerate(servers)
+            _Server(handle, f"server-{index}", Listener(handle, told_every_s, directory))
+            for index, handle in enumerate(servers)
         ]
         self._timeout_s = timeout_s
         self._continue_aborted = continue_aborted
@@ -156,7 +160,7 @@ class ServerManager:
         try:
             async with deadline:
                 wait_s = FIRST_WAIT_S
-                while so_far.room:
+                while so_far.room and so_far.ended is None:
                     budget = replace(sampling, max_tokens=so_far.room, seed=so_far.seed(sampling.seed))
                     tokens = [*prompt_ids, *so_far.token_ids]
                     output = await self._on_some_server(request_id, sample, tokens, budget, pictures, so_far, name)
@@ -174,7 +178,7 @@ class ServerManager:
                     if not output.token_ids:
                         await asyncio.sleep(wait_s)
                         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-                return so_far.output("length")
+                return so_far.output(so_far.ended or "length")
         except TimeoutError as exc:
             if not deadline.expired():  # somebody else's
                 raise
@@ -218,7 +222,10 @@ class ServerManager:
                 try:
                     if name is not None:
                         sample.keepers.add(server.handle)
-                    output = await self._call(conversation, token_ids, sampling, call_id, pictures, name)
+                    written_to = told.written_to if told is not None else None
+                    output = await self._call(
+                        conversation, token_ids, sampling, call_id, pictures, name=name, written_to=written_to
+                    )
                 except (RayActorError, ReplicaDied, NoWeights) as exc:
                     # NoWeights and an unavailable actor may pass; a dead one is not asked again.
                     server.dead = not isinstance(exc, (NoWeights, ActorUnavailableError))
@@ -258,14 +265,13 @@ class ServerManager:
         sampling: SamplingOptions,
         call_id: str,
         pictures: Sequence[Medium],
-        name: CallName | None,
+        **names: CallName | Path | None,
     ) -> TokenOutput:
         """One remote call; its server stops working on it when this is cancelled. Raises the server's own errors."""
         further: dict[str, Any] = {"pictures": pictures} if pictures else {}
         if conversation.cache is not None:
             further["cache"] = conversation.cache
-        if name is not None:
-            further["name"] = name
+        further |= {key: value for key, value in names.items() if value is not None}
         reference = conversation.server.handle.generate.remote(
             prompt_ids=token_ids, sampling=sampling, request_id=call_id, **further
         )

@@ -35,6 +35,7 @@ from verl.workers.config import HFModelConfig, PPOConfig
 from verl.workers.config.rollout import AgentConfig
 from verl.workers.rollout.errors import RolloutError
 from verl.workers.rollout.records import CallName, SamplingOptions, TokenOutput
+from verl.workers.rollout.written_calls import CallDirectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,6 +94,7 @@ class AgentLoopWorker:
         self._pictures = pictures
         self._tokenizer = tokenizer_for_chats(tokenizer_path, config.actor_rollout_ref.model)
         self._limit = asyncio.Semaphore(config.actor_rollout_ref.rollout.agent.max_concurrency)
+        self._directory = _directory()
         self._servers = self._connect(servers)
         self._running: list[_Running] = []
         self._attempts = Attempts()
@@ -337,7 +339,16 @@ class AgentLoopWorker:
             timeout_s=rollout.generate_timeout_s,
             continue_aborted=rollout.agent.partial_rollout,
             first_server=self._rank,
+            directory=self._directory,
         )
+
+
+def _directory() -> CallDirectory | None:
+    try:
+        return CallDirectory()
+    except OSError as exc:
+        logger.warning("servers are asked for their tokens, as shared memory cannot be used: %s", exc)
+        return None
 
 
 async def _taken(server: Any, owner: str) -> list[tuple[CallName, TokenOutput]]:

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -32,6 +33,7 @@ from verl.workers.rollout.engine import Engine, EngineSpec, KeepingEngine, Seein
 from verl.workers.rollout.errors import NoWeights, ReplicaTimeout, RolloutError
 from verl.workers.rollout.kept_calls import KeptCalls
 from verl.workers.rollout.records import NO_VERSION, PAUSE_MODES, CallName, SamplingOptions, TokenOutput
+from verl.workers.rollout.written_calls import WrittenCalls
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class RolloutServer:
         self._changing = asyncio.Lock()
         """Held while weights or memory change; `health` and `pause` do not take it, so they are always answered."""
         self._calls = KeptCalls()
+        self._written = WrittenCalls(self._so_far)
         self._spans = SpanLog(spec.name)
         """`generating`: at least one request is here, `paused` or not; `loading` a version."""
 
@@ -92,16 +95,26 @@ class RolloutServer:
         pictures: Sequence[Medium] = (),
         cache: str | None = None,
         name: CallName | None = None,
+        written_to: Path | None = None,
     ) -> TokenOutput:
         """Sample one response to `prompt_ids`, which have the tokens of `pictures`. While paused, or while weights
         change, the call waits. `cache` is that of an earlier output of the same conversation. The answer to a call with
-        a `name` is kept: see `take_calls`.
+        a `name` is kept: see `take_calls`. What is sampled is written to the file `written_to` of the caller, if that
+        is on this host and the engine tells: see `CallDirectory`.
 
         Raises NoWeights before the first activation, RolloutError for a prompt that does not fit, ReplicaTimeout after
         `rollout.generate_timeout_s`, ReplicaDied when the engine is gone.
         """
         work = self._generate(prompt_ids, sampling, request_id, pictures, cache)
+        if written_to is not None and isinstance(self._engine, TellingEngine):
+            work = self._while_written(work, request_id, written_to)
         return await self._loop.run(work if name is None else self._kept(work, request_id, name))
+
+    async def _while_written(self, work: Coroutine[Any, Any, TokenOutput], request_id: str, path: Path) -> TokenOutput:
+        with self._written.during(request_id, path) as write:
+            output = await work
+            write(output)
+        return output
 
     async def _kept(self, work: Coroutine[Any, Any, TokenOutput], request_id: str, name: CallName) -> TokenOutput:
         with self._calls.during(request_id, name) as keep:
@@ -156,14 +169,19 @@ class RolloutServer:
     @ray.method(concurrency_group="generate")
     async def tokens_since(self, known: Mapping[str, int]) -> dict[str, TokenOutput] | None:
         """By request under way, the tokens after as many of them as are known (see `TellingEngine`), if it has more.
-        None: the engine does not tell. Agent loops ask again and again, and go on from there if this process dies."""
+        None: the engine does not tell. Agent loops on other hosts ask again and again, and go on from there if this
+        process dies."""
         return await self._loop.run(self._tokens_since(known))
 
     async def _tokens_since(self, known: Mapping[str, int]) -> dict[str, TokenOutput] | None:
         if not isinstance(self._engine, TellingEngine):
             return None
-        found = {request_id: self._engine.so_far(request_id, number) for request_id, number in known.items()}
-        return {request_id: part.by(self._spec.name) for request_id, part in found.items() if part is not None}
+        found = {request_id: self._so_far(request_id, number) for request_id, number in known.items()}
+        return {request_id: part for request_id, part in found.items() if part is not None}
+
+    def _so_far(self, request_id: str, known: int) -> TokenOutput | None:
+        part = self._engine.so_far(request_id, known) if isinstance(self._engine, TellingEngine) else None
+        return None if part is None else part.by(self._spec.name)
 
     @ray.method(concurrency_group="generate")
     async def forget_calls(self, owner: str, samples: Collection[Hashable]) -> None:
@@ -180,10 +198,8 @@ class RolloutServer:
         return await self._loop.run(self._take_calls(owner))
 
     async def _take_calls(self, owner: str) -> list[tuple[CallName, TokenOutput]]:
-        def so_far(request_id: str) -> TokenOutput | None:
-            return self._engine.so_far(request_id, 0) if isinstance(self._engine, TellingEngine) else None
-
-        return [(call, output.by(self._spec.name)) for call, output in self._calls.take(owner, so_far)]
+        taken = self._calls.take(owner, lambda request_id: self._so_far(request_id, 0))
+        return [(call, output.by(self._spec.name)) for call, output in taken]
 
     async def _end_of_change(self, timeout_s: float) -> None:
         """Until an activation that is under way, if any, is over."""

@@ -215,6 +215,8 @@ class HFEngine:
         request = self._requests.get(request_id)
         if request is None or request.sampling.seed is not None or len(request.tokens) <= known:
             return None
+        if request.output.done():  # after its last token no other one is to follow
+            return None
         return request.after(known, "died")
 
     def _require_seen(self, prompt_ids: Sequence[int], pictures: Sequence[Medium], request_id: str) -> tuple[str, ...]:

@@ -277,7 +277,10 @@ class VLLMEngine:
             return None
         processor: Any = self._running().output_processor
         for internal_id in processor.external_req_ids.get(request_id, ()):
-            output = processor.request_states[internal_id].make_request_output([], None, FinishReason.ABORT, None)
+            state = processor.request_states[internal_id]
+            if state.detokenizer.num_output_tokens() <= known:
+                continue
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
             if isinstance(output, RequestOutput) and len(output.outputs[0].token_ids) > known:
                 return self._token_output(output, asked, "died", known)
         return None

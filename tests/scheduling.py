@@ -27,4 +27,11 @@ def pytest_xdist_make_scheduler(config, log):
             super().remove_node(node)
             return ended
 
+        def _reschedule(self, node):
+            """A test process begins a test when it has the next one. What is left of a file may be one test: with
+            nothing after it, xdist would wait for its end for ever, and keep the files that are left."""
+            super()._reschedule(node)
+            while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                self._assign_work_unit(node)
+
     return Scheduling(config, log)

@@ -36,6 +36,7 @@ from verl.utils.language_model import (  # noqa: E402
     BFLOAT16_ALONE_ON_CPU,
     PARTLY_COMPUTED,
     SEEING,
+    SEEING_IN_SGLANG,
     SEEING_IN_VLLM,
     WHY_NOT_IN_VLLM,
     WITH_VIDEOS,
@@ -112,9 +113,9 @@ SIGHT = """## with pictures
 
 Trained as a whole, on [prompts with pictures](data.md#pictures). Tests compare each with transformers alone, for none,
 one and several pictures of different sizes, and with one and two [videos](data.md#videos) where the table says so:
-log-probs and a step of the trainer (float32, 1e-4), and greedy tokens of `rollout.name=hf`. In vLLM, greedy tokens and
-their log-probs (1e-4) are those of transformers after each of two syncs, and ids, places and inputs of pictures are
-those that vLLM's own processor makes.
+log-probs and a step of the trainer (float32, 1e-4), and greedy tokens of `rollout.name=hf`. In vLLM and SGLang, greedy
+tokens and their log-probs (1e-4) are those of transformers after each of two syncs, and in an answer that goes on after
+one. Ids, places and inputs of pictures are those that vLLM's own processor makes.
 
 | architecture | videos | packed | fsdp2 | fsdp | hf | vLLM | what it needs |
 |---|---|---|---|---|---|---|---|
@@ -156,6 +157,8 @@ def _seeing(kind: str) -> str:
     vllm = "right" if kind in SEEING_IN_VLLM else f"refused: {WHY_NOT_IN_VLLM[kind]}"
     if kind in BFLOAT16_ALONE_ON_CPU and kind in SEEING_IN_VLLM:
         vllm = "right, on CPUs in bfloat16 alone (0.005)"
+    if kind in SEEING_IN_SGLANG:
+        vllm += ", in SGLang, too"
     needs = ["`language_model_only=false`"] if kind in WRAPPERS else []
     needs += ["torchvision for transformers' processor"] if kind in NEED_TORCHVISION else []
     needs += ["num2words"] if kind == "smolvlm" else []

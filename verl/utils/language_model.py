@@ -51,6 +51,8 @@ WHY_NOT_IN_VLLM = {
 """Those of SEEING that are refused with pictures in vLLM, and why."""
 SEEING_IN_VLLM = tuple(kind for kind in SEEING if kind not in WHY_NOT_IN_VLLM)
 """Those of SEEING that vLLM serves with pictures that it gets from here. Tests compare each with transformers alone."""
+SEEING_IN_SGLANG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""The same of SGLang. Others have no kernels on CPUs, or differ from transformers there."""
 BFLOAT16_ALONE_ON_CPU = ("qwen3_5", "qwen3_5_moe")
 """vLLM has kernels of Gated DeltaNet in no other dtype there."""
 WHOLE = "verl_trains_the_whole"

@@ -29,6 +29,7 @@ from verl.utils.pictures import load_processor
 from verl.workers.config import CriticConfig
 
 LORA = "actor_rollout_ref.model.lora_rank=4"
+SGLANG = "actor_rollout_ref.rollout.name=sglang"
 HF, GRPO = "actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo"
 GAE = "algorithm.adv_estimator=gae"
 BLIND = "tests.experimental.agent_loop.fakes:ConstantLoop"
@@ -43,7 +44,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("overrides", "said"),
     [
         ([GRPO], "is built by vLLM with torchvision, which is not installed: add the build for this torch"),
-        ([GRPO, "actor_rollout_ref.rollout.name=sglang"], "with rollout.name=sglang: set actor_rollout_ref.rollout"),
         ([GRPO, "actor_rollout_ref.rollout.quantization=fp8"], "with rollout.quantization=fp8: set"),
         ([HF, GRPO, "actor_rollout_ref.actor.strategy=megatron"], "strategy=megatron"),
         ([GRPO, LORA, "actor_rollout_ref.model.lora.merge=false"], "lora.merge=false: set actor"),
@@ -59,6 +59,34 @@ def test_what_a_policy_that_sees_is_not_trained_with_is_refused(
     with pytest.raises(ConfigError, match="qwen2_5_vl, which sees,") as refusal:
         require_sight(config)
     assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_sglang_serves_pictures_of_what_it_has_been_compared_on(tmp_path: Path, architecture: str) -> None:
+    model = make_tiny_seeing_model(tmp_path, architecture)
+    require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO, SGLANG]))
+
+
+def test_sglang_is_refused_for_others_and_for_a_configuration_that_it_cannot_read(tmp_path: Path) -> None:
+    def refusal(model: Path) -> str:
+        with pytest.raises(ConfigError) as refused:
+            require_sight(load_config([f"actor_rollout_ref.model.path={model}", GRPO, SGLANG]))
+        return str(refused.value)
+
+    said = refusal(make_seeing(tmp_path / "glm", "glm4v"))
+    assert "glm4v, which sees, is not served with pictures by SGLang (qwen2_vl, qwen2_5_vl, qwen3_vl are): set" in said
+    described = make_tiny_seeing_model(tmp_path / "qwen", "qwen2_vl") / "config.json"
+    whole = json.loads(described.read_text())
+    del whole["vision_config"]["in_chans"]
+    described.write_text(json.dumps(whole))
+    assert "has no vision_config.in_chans in its config.json, which SGLang reads: add it" in refusal(described.parent)
+
+
+def test_videos_are_refused_with_sglang(tmp_path: Path) -> None:
+    data = SimpleNamespace(filmed="data.train_files: row 3 of x.parquet", pictured={})
+    config = load_config([f"actor_rollout_ref.model.path={make_tiny_seeing_model(tmp_path)}", SGLANG])
+    with pytest.raises(ConfigError, match="row 3 of x.parquet: the sample has a video, which SGLang does not get"):
+        require_seen(config, data, AgentLoopManager)
 
 
 def test_videos_are_refused_with_vllm_where_it_has_not_been_tried(tmp_path: Path) -> None:

@@ -51,6 +51,14 @@ def asleep() -> list[str]:
     return []
 
 
+def forget_pictures() -> None:
+    """Drop what this rank has computed of pictures that it has seen: `/flush_cache` keeps that, and another version of
+    the tower would never see them."""
+    seen = getattr(sys.modules.get("sglang.srt.managers.mm_schedule"), "embedding_cache", None)
+    if seen is not None:
+        seen.clear()
+
+
 def among_ranks(value: Any) -> list[Any]:
     """Gather `value` of every tensor-parallel rank of this SGLang. All ranks call it; a single one returns its own."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:

@@ -111,6 +111,10 @@ def require_seen(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any)
     """Raises ConfigError if samples have pictures that the agent loop, the reward model or a teacher would not see, and
     for videos of a model with which vLLM has not been tried."""
     policy = config.actor_rollout_ref
+    if (place := getattr(dataset, "filmed", "")) and policy.rollout.name == "sglang":
+        raise ConfigError(
+            f"{place}: the sample has a video, which SGLang does not get: set actor_rollout_ref.rollout.name=hf"
+        )
     if (place := getattr(dataset, "filmed", "")) and policy.rollout.name == "vllm":
         kind = load_hf_config(policy.model).model_type
         if kind not in WITH_VIDEOS_IN_VLLM:

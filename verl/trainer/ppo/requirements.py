@@ -22,6 +22,7 @@ from verl.utils.device import resolve_device
 from verl.utils.language_model import (
     BFLOAT16_ALONE_ON_CPU,
     PARTLY_COMPUTED,
+    SEEING_IN_SGLANG,
     SEEING_IN_VLLM,
     WHY_NOT_IN_VLLM,
     is_wrapper,
@@ -227,9 +228,9 @@ def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
     shared = [each.ulysses_sequence_parallel_size for each in (policy.actor.fsdp_config, policy.ref.fsdp_config)]
     for is_so, key, remedy in (
         (
-            policy.rollout.name not in ("vllm", "hf"),
+            policy.rollout.name not in ("vllm", "sglang", "hf"),
             f"rollout.name={policy.rollout.name}",
-            "actor_rollout_ref.rollout.name=vllm, or hf",
+            "actor_rollout_ref.rollout.name=vllm, sglang or hf",
         ),
         (policy.actor.strategy == "megatron", f"{actor}.strategy=megatron", f"{actor}.strategy=fsdp2"),
         (
@@ -266,8 +267,10 @@ def require_sight(config: PPOConfig, *, stood_in_for: bool = False) -> None:
 
 
 def _require_served(config: PPOConfig, model: PretrainedConfig, what: str) -> None:
-    """vLLM computes what transformers does. Published checkpoints have the fields that are asked for here."""
+    """The engine computes what transformers does. Published checkpoints have the fields that are asked for here."""
     rollout, kind, text = config.actor_rollout_ref.rollout, model.model_type, model.get_text_config()
+    if rollout.name == "sglang":
+        _require_served_by_sglang(model, what)
     if rollout.name != "vllm":
         return
     if kind not in SEEING_IN_VLLM:
@@ -291,6 +294,19 @@ def _require_served(config: PPOConfig, model: PretrainedConfig, what: str) -> No
         raise ConfigError(
             f"{what} is computed in bfloat16 alone by vLLM on CPUs: set actor_rollout_ref.rollout.dtype=bfloat16, or "
             "actor_rollout_ref.rollout.name=hf"
+        )
+
+
+def _require_served_by_sglang(model: PretrainedConfig, what: str) -> None:
+    if model.model_type not in SEEING_IN_SGLANG:
+        raise ConfigError(
+            f"{what} is not served with pictures by SGLang ({', '.join(SEEING_IN_SGLANG)} are): set "
+            "actor_rollout_ref.rollout.name=vllm, or hf"
+        )
+    if model.model_type == "qwen2_vl" and not hasattr(model.vision_config, "in_chans"):
+        raise ConfigError(
+            f"{what} has no vision_config.in_chans in its config.json, which SGLang reads: add it (3 for colours), or "
+            "set actor_rollout_ref.rollout.name=vllm, or hf"
         )
 
 

@@ -83,6 +83,7 @@ def build_seeing_model(
     of_vision: dict[str, Any] = {"depth": depth, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE}
     if architecture == "qwen2_vl":
         of_vision |= {"embed_dim": vision_hidden_size, "hidden_size": hidden_size, "mlp_ratio": 2}
+        of_vision["in_chans"] = 3  # as published: transformers reads `in_channels`, SGLang this
     else:
         of_vision |= {"hidden_size": vision_hidden_size, "intermediate_size": 64, "out_hidden_size": hidden_size}
     if architecture == "qwen2_5_vl":

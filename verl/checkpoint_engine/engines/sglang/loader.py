@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ...compat.sglang import among_ranks, asleep, stay_paused_while
+from ...compat.sglang import among_ranks, asleep, forget_pictures, stay_paused_while
 from ...errors import CheckpointEngineError
 from ...memory.committed import open_to_activate
 from .fit import fit_of
@@ -74,6 +74,7 @@ def _load_version(model: Any, order: Order) -> Report:
     global _held
     with open_to_activate(order.arena_path, order.version) as (manifest, slot):
         _held, report = Report(torn=True), Report()
+        forget_pictures()
         if order.check:
             report = check_while_loading(model, slot.tensors)
         else:

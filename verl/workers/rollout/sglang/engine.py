@@ -32,9 +32,12 @@ from verl.checkpoint_engine.engines.sglang.orders import LOADER, Order, Report, 
 from verl.checkpoint_engine.errors import ActivationError
 from verl.checkpoint_engine.plan.types import EngineCheckResult
 from verl.utils.config import ConfigError
+from verl.utils.model import load_hf_config
+from verl.utils.pictures import Medium, PictureError, PictureProcessor, load_processor
 from verl.workers.rollout.engine import EngineSpec, eos_token_ids
 from verl.workers.rollout.errors import ReplicaDied, RolloutError
 from verl.workers.rollout.records import NO_VERSION, SamplingOptions, StopReason, TokenOutput, WeightVersionSpan
+from verl.workers.rollout.sglang.pictures import inputs_of
 from verl.workers.rollout.sglang.room import kv_cache_tokens
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ class Asked:
     """A request that SGLang has."""
 
     logprobs: bool
+    seen: tuple[str, ...]
+    """Digests of its prompt's pictures."""
     filtered: bool
     """By top-k or top-p: SGLang's own log-probs are those before, and what it keeps it tells apart."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,12 +80,15 @@ class Asked:
 class SGLangEngine:
     """One SGLang engine whose weights come from a node arena. See `verl.workers.rollout.engine.Engine`."""
 
+    sees: Literal[True] = True
     tells: Literal[True] = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._eos: tuple[int, ...] = ()
         self._sglang: SGLang | None = None
+        self._processor: PictureProcessor | None = None
+        """Of a model that sees."""
         self._schedulers: list[psutil.Process] = []
         self._leftovers: Leftovers | None = None
         self._reports = Path()
@@ -100,6 +108,7 @@ class SGLangEngine:
         """Start SGLang. Blocks the engine loop, which has no other work before."""
         spec = self._spec
         self._eos = eos_token_ids(spec.model)
+        self._processor = load_processor(spec.model.path, load_hf_config(spec.model))
         if spec.device == "cpu":
             cores = len(os.sched_getaffinity(0)) // spec.local_count
             os.environ["OMP_NUM_THREADS"] = str(max(1, cores))
@@ -160,7 +169,9 @@ class SGLangEngine:
 
     # -- generation -------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str) -> TokenOutput:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, pictures: Sequence[Medium] = ()
+    ) -> TokenOutput:
         if sampling.seed is not None:
             raise RolloutError(
                 f"{self._spec.name}: request {request_id} has a seed: SGLang takes none per request (rollout.seed)"
@@ -169,11 +180,13 @@ class SGLangEngine:
             raise RolloutError(
                 f"{self._spec.name}: request {request_id}: of ignore_eos and stop_token_ids SGLang takes one"
             )
+        image_data = await self._seen(prompt_ids, pictures, request_id)
+        seen = self._processor.digests(pictures) if self._processor is not None else ()
         await self._alive(self._open.wait())
         filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
-        asked = self._running[request_id] = Asked(sampling.logprobs, filtered)
+        asked = self._running[request_id] = Asked(sampling.logprobs, seen, filtered)
         try:
-            return await self._alive(self._generate(prompt_ids, sampling, request_id, asked))
+            return await self._alive(self._generate(prompt_ids, sampling, request_id, asked, image_data))
         except ReplicaDied:
             if (rest := self.so_far(request_id, 0)) is None:
                 raise
@@ -182,12 +195,31 @@ class SGLangEngine:
             del self._running[request_id]
             asked.ended.set()
 
+    async def _seen(
+        self, prompt_ids: Sequence[int], pictures: Sequence[Medium], request_id: str
+    ) -> list[dict[str, Any]] | None:
+        if not pictures:
+            return None
+        what = f"{self._spec.name}: request {request_id}"
+        if self._processor is None:
+            raise RolloutError(f"{what} has pictures, and the model reads text alone")
+        try:
+            return [await asyncio.to_thread(inputs_of, prompt_ids, pictures, self._processor)]
+        except (PictureError, ValueError) as exc:
+            raise RolloutError(f"{what}: {exc}") from exc
+
     async def _generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingOptions, request_id: str, asked: Asked
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingOptions,
+        request_id: str,
+        asked: Asked,
+        image_data: list[dict[str, Any]] | None,
     ) -> TokenOutput:
         request = GenerateReqInput(
             rid=request_id,
             input_ids=list(prompt_ids),
+            image_data=image_data,
             sampling_params={
                 "max_new_tokens": min(sampling.max_tokens, self._spec.max_model_len - len(prompt_ids)),
                 "temperature": sampling.temperature,
@@ -208,19 +240,19 @@ class SGLangEngine:
             raise RolloutError(f"{self._spec.name}: SGLang refuses request {request_id}: {exc}") from exc
         if not answers:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended without an answer from SGLang")
-        return self._token_output(answers[-1], request_id, asked.logprobs, asked.filtered)
+        return self._token_output(answers[-1], request_id, asked)
 
-    def _token_output(self, answer: dict[str, Any], request_id: str, logprobs: bool, filtered: bool) -> TokenOutput:
+    def _token_output(self, answer: dict[str, Any], request_id: str, asked: Asked) -> TokenOutput:
         about = answer.get("meta_info", {})
         reason = (about.get("finish_reason") or {}).get("type")
         if reason not in STOP_REASONS:
             raise RolloutError(f"{self._spec.name}: request {request_id} ended with {reason!r}")
         tokens = list(answer.get("output_ids") or ())
         log_probs: list[float] | None = None
-        if logprobs:
+        if asked.logprobs:
             told = about.get("output_token_logprobs") or ()
             log_probs = [log_prob for log_prob, *_ in told]
-            if filtered:
+            if asked.filtered:
                 log_probs = [float(log_prob) for log_prob in about.get("output_token_sampling_logprobs") or ()]
             if len(log_probs) != len(tokens):
                 raise RolloutError(
@@ -231,7 +263,7 @@ class SGLangEngine:
             for span in about.get("weight_versions") or ()
             if span["end"] > span["start"]
         )
-        return TokenOutput(tokens, log_probs, STOP_REASONS[reason], spans)
+        return TokenOutput(tokens, log_probs, STOP_REASONS[reason], spans, seen=asked.seen)
 
     def so_far(self, request_id: str, known: int) -> TokenOutput | None:
         """See `TellingEngine`. A scheduler that stands still has told of all its tokens: see `TELLS`."""
@@ -249,6 +281,7 @@ class SGLangEngine:
                 for span in spans
                 if span.stop > max(known, span.start)
             ),
+            seen=asked.seen,
         )
 
     def _span_of_present(self, asked: Asked, stop: int) -> WeightVersionSpan:

@@ -59,6 +59,18 @@ def guard_resume(
     put_around(core.EngineCore, resume_scheduler.__name__, resume_scheduler)
 
 
+def keep_what_is_seen() -> None:
+    """Give workers all pictures of a prompt, those of its cached part, too. Idempotent.
+
+    vLLM leaves these out, as nobody has to look at them. But a request that is computed again from its beginning, after
+    a sync or because memory is short, looks at all: `Encoder cache miss` ended the engine.
+    """
+    from vllm.v1.core.sched import output
+
+    if hasattr(output, "strip_covered_mm_data"):
+        output.strip_covered_mm_data = lambda features, *_, **__: features
+
+
 def note_sleep() -> None:
     """Make workers record the tags of their memory that sleeps, because vLLM's `/is_sleeping` is also true for a paused
     server. Called in a worker's process. Idempotent."""

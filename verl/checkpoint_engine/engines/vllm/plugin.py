@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ...compat.vllm import guard_resume, knows_weight_transfer_engine, let_workers_answer
+from ...compat.vllm import guard_resume, keep_what_is_seen, knows_weight_transfer_engine, let_workers_answer
 from ...compat.vllm_0_24 import adapt_workers, makes_engines_of_less
 from ...parameter_server.endpoints import ANSWERS, ENGINE_NAME, NO_ENGINE
 from ...parameter_server.writers import order
@@ -30,6 +30,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, f"{__package__}.receiver", name)
     let_workers_answer(ANSWERS, answer_of)
     guard_resume(ENGINE_NAME, ANSWERS, msgspec.json.encode(order("look")).decode(), refusal_to_resume)
+    keep_what_is_seen()
     allow_amx()  # vLLM's attention on CPUs uses it in bfloat16, and is killed where nothing else has asked before
     end_with_parent()
     tell_deaths()

@@ -38,8 +38,6 @@ SEEING = (
 WRAPPERS, too, are where `model.language_model_only=false`. Tests compare each of them with transformers alone."""
 WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Those of SEEING that are trained with videos, too."""
-WITH_VIDEOS_IN_VLLM = ("qwen2_5_vl",)
-"""Those of them whose videos vLLM gets: others have not been compared with transformers there."""
 PARTLY_COMPUTED = ("gemma3", "llava", "llava_next")
 """Those of SEEING whose towers have layers of which nothing is used. FSDP1 loses the parameters of such layers."""
 CAUSAL = "on CPUs it lets tokens of a picture see earlier ones alone, and accelerators have not been tried"
@@ -51,6 +49,8 @@ WHY_NOT_IN_VLLM = {
 """Those of SEEING that are refused with pictures in vLLM, and why."""
 SEEING_IN_VLLM = tuple(kind for kind in SEEING if kind not in WHY_NOT_IN_VLLM)
 """Those of SEEING that vLLM serves with pictures that it gets from here. Tests compare each with transformers alone."""
+WITH_VIDEOS_IN_VLLM = tuple(kind for kind in SEEING_IN_VLLM if kind in WITH_VIDEOS)
+"""Those of them whose videos vLLM gets, too."""
 SEEING_IN_SGLANG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The same of SGLang. Others have no kernels on CPUs, or differ from transformers there."""
 BFLOAT16_ALONE_ON_CPU = ("qwen3_5", "qwen3_5_moe")

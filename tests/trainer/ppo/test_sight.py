@@ -89,21 +89,6 @@ def test_videos_are_refused_with_sglang(tmp_path: Path) -> None:
         require_seen(config, data, AgentLoopManager)
 
 
-def test_videos_are_refused_with_vllm_where_it_has_not_been_tried(tmp_path: Path) -> None:
-    data = SimpleNamespace(filmed="data.train_files: row 3 of x.parquet", pictured={})
-
-    def require(directory: Path, engine: str) -> None:
-        keys = [f"actor_rollout_ref.model.path={directory}", f"actor_rollout_ref.rollout.name={engine}"]
-        require_seen(load_config(keys), data, AgentLoopManager)
-
-    other = make_tiny_seeing_model(tmp_path / "other", "qwen3_vl")
-    require(other, "hf")
-    require(make_tiny_seeing_model(tmp_path / "tried", "qwen2_5_vl"), "vllm")
-    said = r"row 3 of x.parquet: the sample has a video, and those of qwen3_vl have not .* \(qwen2_5_vl has\)"
-    with pytest.raises(ConfigError, match=said):
-        require(other, "vllm")
-
-
 @pytest.mark.parametrize(
     ("family", "field", "value", "said"),
     [

@@ -10,8 +10,6 @@ from verl.trainer.ppo.dynamic_sampling import generation_batch_size
 from verl.utils.config import ConfigError
 from verl.utils.dataset import PromptLoader, build_dataloader, build_dataset, fingerprint, resolve_data_files
 from verl.utils.dataset.rl_dataset import Partners, ShownTools
-from verl.utils.language_model import WITH_VIDEOS_IN_VLLM
-from verl.utils.model import load_hf_config
 from verl.utils.pictures import PictureProcessor
 from verl.utils.reward_score.default import no_rule, rule_for
 from verl.workers.config import PPOConfig
@@ -109,19 +107,12 @@ def unheard_interactions(
 
 def require_seen(config: PPOConfig, dataset: Any, agent_loop_manager_class: Any) -> None:
     """Raises ConfigError if samples have pictures that the agent loop, the reward model or a teacher would not see, and
-    for videos of a model with which vLLM has not been tried."""
+    for videos with SGLang."""
     policy = config.actor_rollout_ref
     if (place := getattr(dataset, "filmed", "")) and policy.rollout.name == "sglang":
         raise ConfigError(
             f"{place}: the sample has a video, which SGLang does not get: set actor_rollout_ref.rollout.name=hf"
         )
-    if (place := getattr(dataset, "filmed", "")) and policy.rollout.name == "vllm":
-        kind = load_hf_config(policy.model).model_type
-        if kind not in WITH_VIDEOS_IN_VLLM:
-            raise ConfigError(
-                f"{place}: the sample has a video, and those of {kind} have not been tried in vLLM "
-                f"({', '.join(WITH_VIDEOS_IN_VLLM)} has): set actor_rollout_ref.rollout.name=hf"
-            )
     for agent, place in getattr(dataset, "pictured", {}).items():
         sees = getattr(agent_loop_manager_class, "sees", None)
         if sees is None or not sees(config, agent):

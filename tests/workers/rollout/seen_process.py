@@ -39,7 +39,7 @@ def engine_of(name: str, models: dict[int, Path], ranks: int) -> Any:
         cpu_kvcache_gib=0.1,
         tensor_model_parallel_size=ranks,
         checkpoint_engine={"check_engine": "always"},
-        engine_kwargs={"vllm": {"block_size": 32}} if name == "vllm" else {},  # pictures of the prompts are cached whole
+        engine_kwargs={"vllm": {"block_size": 32}} if name == "vllm" else {},  # so that pictures fill blocks
     )
     model = HFModelConfig(
         path=str(models[1]), **as_a_whole(read_hf_config(models[1], trust_remote_code=False).model_type)

@@ -275,7 +275,7 @@ def test_a_device_without_room_for_the_last_version_is_not_asked(plan: SyncPlan,
     monkeypatch.setattr(torch, "get_device_module", lambda device: Elsewhere)
     source = Source(torch.device("cpu"))
     source.device = torch.device("meta")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "verl.checkpoint_engine"):
         assert device_base.device_base_for(source, PackedRegion(plan, 0)) is None
     assert "the host compares versions for deltas" in caplog.text
 

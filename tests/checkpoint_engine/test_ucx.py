@@ -89,7 +89,7 @@ def test_a_host_without_a_working_ucx_says_what_happened(monkeypatch: pytest.Mon
 def test_a_rank_leaves_rdma_devices_to_the_gpus_that_they_are_near_to(tmp_path, caplog):
     gpus, present = make_tree(tmp_path)
     chosen = "^mlx5_0:1,mlx5_1:1,mlx5_2:1"
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "verl.checkpoint_engine"):
         assert near_devices("trainer-0", gpus / "0000:1b:00.0", 4, present) == chosen
     assert caplog.messages == [
         f"trainer-0 is read over the RDMA devices near its GPU 0000:1b:00.0: UCX_NET_DEVICES={chosen}"
@@ -100,7 +100,7 @@ def test_a_rank_leaves_rdma_devices_to_the_gpus_that_they_are_near_to(tmp_path, 
 def test_devices_that_the_environment_names_are_not_chosen_again(tmp_path, caplog, monkeypatch):
     gpus, present = make_tree(tmp_path)
     monkeypatch.setenv("UCX_NET_DEVICES", "all")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "verl.checkpoint_engine"):
         assert near_devices("trainer-0", gpus / "0000:1b:00.0", 4, present) is None
     assert not caplog.records
 

@@ -47,7 +47,7 @@ def _with_a_helper() -> tuple[set[int], set[int]]:
 def test_a_thread_and_its_helpers_stay_on_the_node_of_the_device(host, caplog):
     near, far = CORES[-1], ",".join(map(str, CORES[:-1]))
     device, nodes = host({0: far, 1: f"{near},4000-4003"}, 1)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "verl.checkpoint_engine"):
         assert cores_of_threads(device, nodes) == ({near}, {near})
     assert set(CORES) == os.sched_getaffinity(0)  # the trainer's own threads are as they were
     assert [record.getMessage() for record in caplog.records] == [
@@ -73,7 +73,7 @@ def test_a_thread_on_one_node_copies_with_as_many_helpers(host):
     ],
 )
 def test_nothing_changes(cores: str, of_device: int, host, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "verl.checkpoint_engine"):
         assert cores_of_threads(*host({0: cores}, of_device)) == (set(CORES), set(CORES))
     assert not caplog.records
 

@@ -446,6 +446,7 @@ class Handle:
     def remote(self, *known: Any, **call: Any) -> Any:
         if known:
             return asyncio.sleep(0)
+        call.pop("written_to", None)  # which only a server reads
         return asyncio.ensure_future(self._engine.generate(**call))
 
 
@@ -511,10 +512,10 @@ class Calling(Handle):
         super().__init__(engine)
         self._said, self._begun = [*tokenizer.encode(CALL), tokenizer.eos_token_id], set[str]()
 
-    def remote(self, **call: Any) -> Any:
-        conversation = call["request_id"].rpartition(".")[0]
-        if conversation in self._begun:
-            return super().remote(**call)
+    def remote(self, *known: Any, **call: Any) -> Any:
+        conversation = call["request_id"].rpartition(".")[0] if call else ""
+        if known or conversation in self._begun:
+            return super().remote(*known, **call)
         self._begun.add(conversation)
         return asyncio.sleep(0, said(self._said))
 
